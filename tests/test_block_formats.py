@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.cast.arithmetic.blocks import SIGNS, _spread
+from halfstep.cast.arithmetic.emulate import SIGNS, _spread
 from halfstep.errors import FormatError
 from halfstep.formats import BLOCK_FORMATS, E4M3, BlockFormat, format_of
 

@@ -81,7 +81,7 @@ OURS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "cells that are numbers": (lambda: ms.nn.SequentialCell(3), "expected cells or torch modules"),
     "a momentum that is text": (lambda: ms.nn.BatchNorm2d(2, momentum="a"), "expected the share of the old"),
-    "channels last": (lambda: ms.nn.Conv2d(1, 1, 3, data_format="NHWC"), "only 'NCHW' exists here"),
+    "channels last": (lambda: ms.nn.Conv2d(1, 1, 3, data_format="NHWC"), "format='NHWC'; expected 'NCHW': transpose"),
     "an axis for a flag": (lambda: ms.nn.Embedding(4, 2, 1), "padding_idx= is an argument by name"),
     "a decay for a flag": (lambda: ms.nn.Adam([X], 0.1, 0.9, 0.9, 1e-8, 0.01), "weight_decay= comes after"),
     "Nesterov's Adam": (lambda: ms.nn.Adam([X], use_nesterov=True), "NAdam"),

@@ -87,7 +87,7 @@ pages._glibc = lambda: type("Library", (), {"mallopt": lambda self, *setting: ca
 before = dict(os.environ)
 for setting in json.loads(sys.argv[1]):
     os.environ.update(setting)
-    pages._is_set.cache_clear(), pages._users.cache_clear(), calls.clear()
+    pages._is_set.cache_clear(), pages._users.clear(), calls.clear()
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = hs.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), policy="O0")

@@ -23,7 +23,6 @@ from halfstep.scale.rule import (
     initial_host,
     initial_state,
     load_host,
-    set_scale_,
     state_to_host,
 )
 from tests.policy.test_scale_rule import rules
@@ -210,9 +209,11 @@ def test_nothing_waits_and_nothing_is_changed(name: str) -> None:
     assert state_to_host(state) == before
     assert [field.dtype for field in after] == [field.dtype for field in state]
     assert [field.shape for field in after] == [torch.Size([])] * len(state)
+    scaler = GradScaler(rule=rule)
+    scaler.scale_on("cpu")
     with waits(0):
         advance_(rule, state, BAD)
-        set_scale_(rule, state, torch.tensor(64.0))
+        scaler.update(torch.tensor(64.0))
 
 
 def test_the_counter_of_reads_can_fail() -> None:
@@ -260,9 +261,10 @@ def test_a_state_goes_to_the_host_and_back() -> None:
     ],
 )
 def test_the_scale_is_set_by_hand(value: Any, scale: float) -> None:
-    state = initial_state(ScaleRule(), "cpu")
-    set_scale_(ScaleRule(), state, value)
-    assert state.scale.item() == scale
+    scaler = GradScaler(rule=ScaleRule())
+    scaler.scale_on("cpu")
+    scaler.update(value)
+    assert scaler.get_scale() == scale
 
 
 @pytest.mark.parametrize(
@@ -278,11 +280,12 @@ def test_the_scale_is_set_by_hand(value: Any, scale: float) -> None:
     ],
 )
 def test_a_scale_that_cannot_be_is_refused(value: Any, text: str) -> None:
-    state = initial_state(ScaleRule(), "cpu")
+    scaler = GradScaler(rule=ScaleRule())
+    scaler.scale_on("cpu")
     with pytest.raises(ScaleError) as caught:
-        set_scale_(ScaleRule(), state, value)
+        scaler.update(value)
     assert text in str(caught.value)
-    assert state.scale.item() == 65536.0
+    assert scaler.get_scale() == 65536.0
 
 
 def test_a_tracker_past_the_interval_grows_at_the_next_good_step() -> None:

@@ -54,7 +54,7 @@ def traces(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         "parameters": [type(parameter) for parameter in model.parameters()],
         "hooks": [list(optimizers._global_optimizer_pre_hooks), list(optimizers._global_optimizer_post_hooks)],
         "hooks of the optimizer": sum(map(len, hooks)),
-        "malloc": len(pages._users()),
+        "malloc": len(pages._users),
     }
 
 

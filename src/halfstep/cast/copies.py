@@ -30,13 +30,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled, nn
 from torch.nn import functional as F
 
 from halfstep.cast.rules.dispatch import address, cast_activation, device_type, stream_of
+from halfstep.cast.rules.recipe import Recipe
 from halfstep.cast.state import STATE
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.low import add_low_
@@ -44,9 +45,6 @@ from halfstep.torch_private.autograd import backward_hooks, current_graph_task_i
 from halfstep.torch_private.fake import FakeTensor, is_fake
 from halfstep.torch_private.modes import peek_interpreter_stack
 from halfstep.torch_private.modules import conv_forward
-
-if TYPE_CHECKING:
-    from halfstep.cast.rules.recipe import Recipe
 
 Forward = Callable[..., Any]
 

@@ -100,9 +100,12 @@ class PolicyOptimizer(AcceleratedOptimizer):
 
     accelerate takes a step for skipped if ``optimizer.step`` was not called, but torch's fused optimizers are called
     and skip on the device.
+
+    Attributes:
+        step_was_skipped: whether the last `step` was skipped.
     """
 
-    _skipped = False
+    step_was_skipped = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step the optimizer at the end of an accumulation window, unless a gradient is not finite."""
@@ -110,12 +113,7 @@ class PolicyOptimizer(AcceleratedOptimizer):
             return
         self.scaler.step(self.optimizer, closure)
         self.scaler.update()
-        self._skipped = was_skipped(self.scaler, self.optimizer)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last `step` was skipped."""
-        return self._skipped
+        self.step_was_skipped = was_skipped(self.scaler, self.optimizer)
 
     # `hs.BlackBox` registers hooks, which belong to the optimizer inside
     register_step_pre_hook = property(lambda self: self.optimizer.register_step_pre_hook)

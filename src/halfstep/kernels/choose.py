@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,29 +19,27 @@ from halfstep.arguments import check, one_of
 from halfstep.errors import FormatError, UnbuiltError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels import ops, triton
-from halfstep.kernels.eager import norms as eager_norms
 from halfstep.kernels.eager.torch_fused import is_dense
 from halfstep.kernels.native.calls import Kernels
-from halfstep.kernels.native.compiler import Found, Unavailable, library
+from halfstep.kernels.native.compiler import Unavailable, library
 from halfstep.kernels.optimizers import BY_OPERATOR
 from halfstep.kernels.reference import cross_entropy, exponents
 from halfstep.kernels.reference import operators as reference
-from halfstep.kernels.sharded import is_sharded, local
+from halfstep.kernels.sharded import is_sharded, local, sharded_norms
 from halfstep.kernels.watched import WatchedParameter
 from halfstep.torch_private.fake import FakeTensor
+from halfstep.torch_private.foreach import foreach_norm
 from halfstep.torch_private.modes import are_functorch_transforms_active
 
-OPERATORS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "norms": ("norms", "triton.norms.norms"),
-        "judge": ("check_norms", "triton.norms.check_norms"),
-        "advance_": ("advance_", "triton.norms.advance_"),
-        **dict.fromkeys(BY_OPERATOR, ("update", "triton.updates.update")),
-        "exponents_": ("exponents_", "triton.exponents.exponents_"),
-        "row_sums_": ("row_sums_", "triton.loss.row_sums_"),
-        "slope": ("logits_gradient", "triton.loss.gradient"),
-    }
-)
+OPERATORS: Mapping[str, tuple[str, str]] = {
+    "norms": ("norms", "triton.norms.norms"),
+    "judge": ("check_norms", "triton.norms.check_norms"),
+    "advance_": ("advance_", "triton.norms.advance_"),
+    **dict.fromkeys(BY_OPERATOR, ("update", "triton.updates.update")),
+    "exponents_": ("exponents_", "triton.exponents.exponents_"),
+    "row_sums_": ("row_sums_", "triton.loss.row_sums_"),
+    "slope": ("logits_gradient", "triton.loss.gradient"),
+}
 """Operator of torch.ops.halfstep -> the method of `native.calls.Kernels` on a CPU, the function in Triton on CUDA."""
 
 KERNEL_TYPES = frozenset({Tensor, nn.Parameter, WatchedParameter, FakeTensor})
@@ -74,7 +71,7 @@ def _loaded(device: str, index: int | None) -> str:
 def _registered(device: str, index: int | None) -> str:
     if device == "cpu":
         try:
-            kernels = _kernels()
+            kernels, _ = _kernels()
         except Unavailable as error:
             return str(error)
         except OSError as error:  # a full disk, a file taken away
@@ -99,13 +96,10 @@ def _of(operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def _found() -> Found:
-    return library(torch.backends.cpu.get_cpu_capability())
-
-
-@cache
-def _kernels() -> Kernels:
-    return Kernels(_found().library)
+def _kernels() -> tuple[Kernels, str]:
+    """Return the kernels for the CPU, and where they are from."""
+    found, origin = library(torch.backends.cpu.get_cpu_capability())
+    return Kernels(found), origin
 
 
 def cpu_kernels() -> str:
@@ -115,34 +109,19 @@ def cpu_kernels() -> str:
         >>> origin = hs.step.cpu_kernels()
     """
     reason = load_kernels("cpu")
-    return f"none: {reason}" if reason else _found().origin
+    return f"none: {reason}" if reason else _kernels()[1]
 
 
 def native_kernels(tensor: Tensor) -> Kernels | None:
     """Return the kernels for the CPU, to be called without torch's dispatcher; None for a tensor elsewhere."""
-    return None if tensor.device.type != "cpu" or load_kernels("cpu") else _kernels()
+    return None if tensor.device.type != "cpu" or load_kernels("cpu") else _kernels()[0]
 
 
 @cache
 def _register_triton() -> None:
     for operator, (_, path) in OPERATORS.items():
-        ops.LIBRARY.impl(operator, _of(operator, _imported_when_called(path)), "CUDA")
-
-
-def _imported_when_called(path: str) -> Callable[..., Any]:
-    """Return the function at a path of `OPERATORS`; Triton is imported by the first call."""
-    module, _, name = path.rpartition(".")
-
-    @cache
-    def function() -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(import_module(f"halfstep.kernels.{module}"), name)
-        return found
-
-    def operator(*args: Any) -> Any:
-        return function()(*args)
-
-    operator.__name__ = name
-    return operator
+        module, _, name = path.rpartition(".")
+        ops.LIBRARY.impl(operator, _of(operator, getattr(import_module(f"halfstep.kernels.{module}"), name)), "CUDA")
 
 
 def why_no_kernels(tensor: Tensor) -> str:
@@ -172,6 +151,14 @@ def cannot_update(parameters: Sequence[Tensor]) -> str:
     return why_no_kernels(parameter)
 
 
+def by_foreach(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of every tensor in fp32: `reference.norms` for dense real tensors of one device.
+
+    A CPU runs one loop a tensor, and converts low ones element by element: 21M elements in 21 ms, 2.4 ms in fp32.
+    """
+    return torch.stack(foreach_norm(list(tensors), 2.0, dtype=torch.float32))
+
+
 def norms_for(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor, (len(tensors),) fp32 on the first tensor's device, in one reading pass.
 
@@ -197,8 +184,8 @@ def norms_for(tensors: Sequence[Tensor]) -> Tensor:
         norms: Tensor = ops.norms(list(tensors))
         return norms
     if any(is_sharded(t) for t in tensors):
-        return eager_norms.sharded_norms(tensors, norms_for)
-    return eager_norms.norms(tensors) if uniform else reference.norms(tensors)
+        return sharded_norms(tensors, norms_for)
+    return by_foreach(tensors) if uniform else reference.norms(tensors)
 
 
 def check_norms(norms: Tensor, divisor: Tensor | None, clip_norm: float | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,8 +27,7 @@ device, by torch's operators where no kernels are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ LIBRARY.define(
 norms = torch.ops.halfstep.norms.default
 check_norms = torch.ops.halfstep.judge.default
 advance_ = torch.ops.halfstep.advance_.default
-UPDATES = MappingProxyType({spec.name: getattr(torch.ops.halfstep, spec.operator).default for spec in SPECS})
+UPDATES: Mapping[str, Any] = {spec.name: getattr(torch.ops.halfstep, spec.operator).default for spec in SPECS}
 exponents_ = torch.ops.halfstep.exponents_.default
 exponents = torch.ops.halfstep.exponents.default
 row_sums_ = torch.ops.halfstep.row_sums_.default

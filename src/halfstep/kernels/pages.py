@@ -32,27 +32,28 @@ LARGEST = 2**31 - 1  # bytes, of MMAP_THRESHOLD: mallopt takes an int
 SETTINGS = "mmap_threshold", "mmap_max", "top_pad", "trim_threshold"  # each ends the adjustment by malloc
 MOST_BY_DEFAULT = 2**25  # bytes: where MMAP_THRESHOLD ends when malloc moves it by itself; TRIM_THRESHOLD ends at twice
 
+_users: set[int] = set()
+"""Ids of the steps that keep pages."""
+
 
 def keep_pages(user: object) -> None:
     """Let malloc, where it is glibc's without settings of the user's, keep freed memory as long as `user` lives."""
     library = _glibc()
     if library is None or _is_set():
         return
-    users = _users()
-    if id(user) in users:
+    if id(user) in _users:
         return
-    if not users:
+    if not _users:
         if not library.mallopt(MMAP_THRESHOLD, LARGEST):  # some versions take no more than the most by default
             library.mallopt(MMAP_THRESHOLD, MOST_BY_DEFAULT)
         library.mallopt(TRIM_THRESHOLD, NEVER)
-    users.add(id(user))
+    _users.add(id(user))
     weakref.finalize(user, _leave, id(user)).atexit = False
 
 
 def _leave(user: int) -> None:
-    users = _users()
-    users.discard(user)
-    if not users:
+    _users.discard(user)
+    if not _users:
         library = _glibc()
         library.mallopt(MMAP_THRESHOLD, MOST_BY_DEFAULT)
         library.mallopt(TRIM_THRESHOLD, 2 * MOST_BY_DEFAULT)
@@ -64,11 +65,6 @@ def _is_set() -> bool:
     """Return whether the environment has settings of malloc's thresholds; note [user's settings]."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     return any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables for name in SETTINGS)
-
-
-@cache
-def _users() -> set[int]:
-    return set()
 
 
 @cache

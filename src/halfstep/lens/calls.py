@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.accelerators import TYPES
 from halfstep.cast.arithmetic.rounded import rules_off
-from halfstep.cast.regions.autocast import autocast, decorated
+from halfstep.cast.regions.autocast import autocast
 from halfstep.cast.state import STATE
 from halfstep.errors import HalfstepError, PolicyError
 from halfstep.formats import LOW_DTYPES, float64_of
@@ -95,7 +95,7 @@ def pointwise(op: str) -> bool:
 def region_here() -> Policy | None:
     """Return the policy of the `hs.autocast` that is the innermost region here, None if another is or none."""
     owner = STATE.frames[-1].owner() if STATE.frames else None
-    return owner.recipe.policy if isinstance(owner, (autocast, decorated)) else None
+    return owner.recipe.policy if isinstance(owner, autocast) else None
 
 
 STATISTICS = ("running_mean", "running_var")

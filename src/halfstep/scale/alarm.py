@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from sys import _getframe
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from halfstep.errors import warn
 from halfstep.formats import format_of
 from halfstep.kernels.native.calls import peek
 from halfstep.policy.scale_rule import ScaleRule
-
-if TYPE_CHECKING:
-    from halfstep.scale.state import StoredScale
+from halfstep.scale.rule import StoredScale
 
 
 def is_error(rule: ScaleRule, host: Mapping[str, Any] | None = None) -> bool:

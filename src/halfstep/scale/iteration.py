@@ -110,15 +110,15 @@ class OptimizerWork:
         return mixed, bool(self.late), bool(ids - self.mixed - self.late)
 
 
+@dataclass(slots=True)
 class Iteration:
-    """Everything done since the last update."""
+    """Everything done since the last update: by each optimizer (its id), and flags that belong to none."""
 
-    def __init__(self) -> None:
-        self._work: dict[int, OptimizerWork] = {}
-        self._recorded: Tensor | None = None
+    work: dict[int, OptimizerWork] = field(default_factory=dict)
+    recorded: Tensor | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._work) or self._recorded is not None
+        return bool(self.work) or self.recorded is not None
 
     def of(self, optimizer: torch.optim.Optimizer, method: str) -> OptimizerWork:
         """Return what `optimizer` has done, a new entry if there is none; `method` is for the message."""
@@ -127,11 +127,7 @@ class Iteration:
             raise ScaleError(
                 f"{method}(optimizer): got {kind}, which has no param_groups; pass a torch.optim.Optimizer"
             )
-        return self._work.setdefault(id(optimizer), OptimizerWork(optimizer))
-
-    def known(self, optimizer: torch.optim.Optimizer) -> OptimizerWork | None:
-        """Return what `optimizer` has done, or None."""
-        return self._work.get(id(optimizer))
+        return self.work.setdefault(id(optimizer), OptimizerWork(optimizer))
 
     def current(
         self, optimizer: torch.optim.Optimizer, method: str, *, unfollowed: int, names: Mapping[Tensor, str] | None
@@ -160,33 +156,28 @@ class Iteration:
         if late and not others:
             if work.found is not None:
                 self.record(work.found)
-            work = self._work[id(optimizer)] = OptimizerWork(optimizer)
+            work = self.work[id(optimizer)] = OptimizerWork(optimizer)
         return work
 
     def unscaled(self) -> list[OptimizerWork]:
         """Return the entries of optimizers that were unscaled and not stepped."""
-        return [work for work in self._work.values() if work.stage is Stage.UNSCALED]
+        return [work for work in self.work.values() if work.stage is Stage.UNSCALED]
 
     def record(self, found: Tensor) -> None:
         """Add a flag that belongs to no optimizer: 0-dim, fp32 or bool, on the scale's device, not zero = bad."""
-        self._recorded = found if self._recorded is None else torch.maximum(self._recorded, found)
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that have taken part."""
-        return [work.optimizer for work in self._work.values()]
+        self.recorded = found if self.recorded is None else torch.maximum(self.recorded, found)
 
     def found(self) -> Tensor | None:
         """Return the maximum of all flags, 0-dim, fp32 or bool, without reading it; None without any gradient."""
-        found = self._recorded
-        for work in self._work.values():
+        found = self.recorded
+        for work in self.work.values():
             if work.found is not None:
                 found = work.found if found is None else torch.maximum(found, work.found)
         return found
 
     def known_bad(self) -> bool | None:
         """Return whether the host has read a bad flag, or None if it has not read enough to know."""
-        read = [work.bad for work in self._work.values() if work.found is not None]
+        read = [work.bad for work in self.work.values() if work.found is not None]
         if any(read):
             return True
-        return None if self._recorded is not None or None in read else False
+        return None if self.recorded is not None or None in read else False

@@ -23,8 +23,7 @@ from halfstep.scale import finite
 from halfstep.scale.alarm import DelayedFlag, ExpectedScaler, alarm_text, is_error
 from halfstep.scale.fused import must_not_skip, skips_itself, step_with_flag, takes_scaler, use_working_form
 from halfstep.scale.iteration import Iteration, OptimizerWork, Stage
-from halfstep.scale.rule import ScaleState, advance, advance_, load_host, state_to_host
-from halfstep.scale.state import StoredScale, choose_rule
+from halfstep.scale.rule import ScaleState, StoredScale, advance, advance_, choose_rule, load_host, state_to_host
 from halfstep.torch_private.autograd import execution_engine
 from halfstep.torch_private.modes import is_functorch_wrapped_tensor
 from halfstep.trees import opened
@@ -224,7 +223,7 @@ class GradScaler(StoredScale):
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether all gradients of `optimizer` are as `unscale_` left them; `step` and `update` end that."""
-        work = self._iteration.known(optimizer)
+        work = self._iteration.work.get(id(optimizer))
         return work is not None and work.stage is Stage.UNSCALED and work.is_as_unscaled(self._unfollowed)
 
     def _unscale(self, work: OptimizerWork, pairs: Iterable[tuple[Tensor, Tensor]], state: ScaleState) -> None:
@@ -473,7 +472,8 @@ class GradScaler(StoredScale):
         host = state_to_host(state)
         if not host["alarm"]:  # read late, and the scale has recovered meanwhile
             return
-        text = alarm_text(self._rule, host, finite.describe_non_finite(iteration.optimizers, self._names))
+        optimizers = [work.optimizer for work in iteration.work.values()]
+        text = alarm_text(self._rule, host, finite.describe_non_finite(optimizers, self._names))
         if is_error(self._rule, host):
             raise ScaleError(text)
         if not self._warned:

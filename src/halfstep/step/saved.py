@@ -21,7 +21,7 @@ from halfstep.binding.bindable import first_wrong
 from halfstep.errors import StepError
 from halfstep.kernels.optimizers import BY_TYPE, OptimizerSpec
 from halfstep.optim import check_names, members
-from halfstep.scale.state import OWN_COUNTERS
+from halfstep.scale.rule import OWN_COUNTERS
 from halfstep.schema import Each, check, text
 from halfstep.weights.draws import ROUNDING as DRAWN
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.cast.regions.opening import opened
-from halfstep.cast.regions.stack import backward
+from halfstep.cast.regions.recompute import backward
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.events import StepResult

@@ -7,26 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _current_autograd_node as current_autograd_node
-from torch._C import _current_graph_task_id as current_graph_task_id
-from torch._C import _set_grad_enabled as set_grad_enabled
-from torch._C._autograd import _get_sequence_nr as get_sequence_nr
-from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_default_hooks
-from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_default_hooks
-from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_default_hooks
-from torch.autograd import Variable
-from torch.autograd import _profiler_enabled as profiler_enabled  # type: ignore[attr-defined]
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as unsafe_preserve_version_counter
-from torch.autograd.graph import _engine_run_backward as engine_run_backward
+from torch._C import _autograd
 
-__all__ = [
-    "RECOMPUTATION_HOOK", "backward_hooks", "base_of", "current_autograd_node", "current_graph_task_id",
-    "engine_run_backward", "execution_engine", "forward_ad_level", "get_sequence_nr", "pop_saved_tensors_default_hooks",
-    "post_accumulate_grad_hooks", "profiler_enabled", "push_saved_tensors_default_hooks", "set_grad_enabled",
-    "top_saved_tensors_default_hooks", "unsafe_preserve_version_counter",
-]  # fmt: skip
-
-execution_engine: Any = Variable._execution_engine
+current_autograd_node = torch._C._current_autograd_node
+current_graph_task_id = torch._C._current_graph_task_id
+engine_run_backward = torch.autograd.graph._engine_run_backward
+execution_engine: Any = torch.autograd.Variable._execution_engine
+get_sequence_nr = _autograd._get_sequence_nr
+pop_saved_tensors_default_hooks = _autograd._pop_saved_tensors_default_hooks
+profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+push_saved_tensors_default_hooks = _autograd._push_saved_tensors_default_hooks
+set_grad_enabled = torch._C._set_grad_enabled
+top_saved_tensors_default_hooks = _autograd._top_saved_tensors_default_hooks
+unsafe_preserve_version_counter = torch.autograd.grad_mode._unsafe_preserve_version_counter
 
 base_of = attrgetter("_base")
 """The tensor that a tensor is a view of, or None."""

@@ -6,16 +6,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import _guards, nn
 from torch._C._dynamo import eval_frame
-from torch._guards import detect_fake_mode
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx import _symbolic_trace
 
-__all__ = [
-    "DYNAMO", "FrameAction", "FrameExecStrategy", "codegen_of", "counters", "detect_fake_mode", "functorch_settings",
-    "is_compiled", "is_fx_symbolic_tracing", "keep_out", "mark_constant", "optimized", "original_of",
-    "set_code_exec_strategy",
-]  # fmt: skip
+detect_fake_mode = _guards.detect_fake_mode
+is_fx_symbolic_tracing = _symbolic_trace.is_fx_symbolic_tracing
 
 DYNAMO = "_torchdynamo"
 """The beginning of torch.compile's attributes on a function."""

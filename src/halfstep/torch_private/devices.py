@@ -7,16 +7,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._C import _get_privateuse1_backend_name as get_privateuse1_backend_name
-from torch._C import _has_mkldnn as has_mkldnn
-from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy  # type: ignore[attr-defined]
 
-__all__ = [
-    "cpu_allocations", "cpu_instructions", "get_privateuse1_backend_name", "has_mkldnn", "is_any_autocast_enabled",
-    "mps_generator", "raw_stream_of", "storage_key",
-]  # fmt: skip
+get_privateuse1_backend_name = torch._C._get_privateuse1_backend_name
+has_mkldnn = torch._C._has_mkldnn
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 raw_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """Returns the number of a CUDA device's current stream, given the device's index; None in a torch without CUDA."""

@@ -3,18 +3,12 @@
 from typing import Any
 
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    is_fake,
-    unset_fake_temporarily,
-)
 
-__all__ = [
-    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "is_fake",
-    "unset_fake_temporarily",
-]  # fmt: skip
+DataDependentOutputException = fake_tensor.DataDependentOutputException
+DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
+FakeTensor = fake_tensor.FakeTensor
+is_fake = fake_tensor.is_fake
+unset_fake_temporarily = fake_tensor.unset_fake_temporarily
 
 
 class FakeTensorMode(fake_tensor.FakeTensorMode):

@@ -5,26 +5,19 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors as flatten_dense_tensors
-from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.nn.modules.conv import _ConvNd as ConvBase
-from torch.nn.modules.loss import _Loss as TorchLoss
-from torch.nn.modules.module import _global_forward_hooks_with_kwargs as global_forward_hooks_with_kwargs
-from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
-from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
+from torch.optim import optimizer
 
-__all__ = [
-    "APPLY", "LOAD_STATE", "SAVE_STATE", "SCHEDULERS", "STEPPED", "WRAPPED", "BatchNormBase", "ConvBase", "NormBase",
-    "TorchLoss", "apply_of", "check_input_dim", "check_non_zero_input_channels", "conv_forward",
-    "flatten_dense_tensors",
-    "forward_hooks", "forward_pre_hooks", "get_name_of", "global_forward_hooks_with_kwargs",
-    "global_optimizer_post_hooks", "global_optimizer_pre_hooks",
-    "load_state_of", "non_persistent_buffers", "replicate_of", "save_state_of", "state_dict_hooks",
-    "step_post_hooks", "step_pre_hooks", "unflatten_dense_tensors",
-]  # fmt: skip
+BatchNormBase = nn.modules.batchnorm._BatchNorm
+ConvBase = nn.modules.conv._ConvNd
+NormBase = nn.modules.batchnorm._NormBase
+TorchLoss = nn.modules.loss._Loss
+flatten_dense_tensors: Any = torch._utils._flatten_dense_tensors
+global_forward_hooks_with_kwargs = nn.modules.module._global_forward_hooks_with_kwargs
+global_optimizer_post_hooks = optimizer._global_optimizer_post_hooks
+global_optimizer_pre_hooks = optimizer._global_optimizer_pre_hooks
+unflatten_dense_tensors: Any = torch._utils._unflatten_dense_tensors
 
 APPLY = "_apply"
 """The method of nn.Module by which `cuda`, `to` and others change all parameters and buffers."""

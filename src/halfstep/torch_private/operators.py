@@ -6,20 +6,16 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._C import _dispatch_has_computed_kernel_for_dispatch_key as has_computed_kernel_for_dispatch_key
-from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel_for_dispatch_key
-from torch._C import _dispatch_key_for_device as dispatch_key_for_device
-from torch._C import _jit_get_all_schemas as jit_get_all_schemas
-from torch._C import _nn as nn_functions
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as fused_optimizer_devices
+from torch.utils import _foreach_utils
 
-__all__ = [
-    "CONVERSION",
-    "OpOverload", "OpOverloadPacket", "attention_math", "dispatch_key_for_device", "grouped_mm",
-    "fused_optimizer_devices", "has_computed_kernel_for_dispatch_key", "has_kernel_for_dispatch_key",
-    "jit_get_all_schemas", "nn_functions", "overload_of", "schema_of",
-]  # fmt: skip
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+dispatch_key_for_device = torch._C._dispatch_key_for_device
+fused_optimizer_devices = _foreach_utils._get_fused_kernels_supported_devices
+has_computed_kernel_for_dispatch_key = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+has_kernel_for_dispatch_key = torch._C._dispatch_has_kernel_for_dispatch_key
+jit_get_all_schemas = torch._C._jit_get_all_schemas
+nn_functions = torch._C._nn
 
 schema_of = attrgetter("_schema")
 """The schema of an overload."""

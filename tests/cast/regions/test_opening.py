@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 import halfstep as hs
 from halfstep.cast.regions import opening
 from halfstep.cast.regions.opening import abandon
-from halfstep.cast.regions.stack import restack
+from halfstep.cast.regions.recompute import restack
 from halfstep.cast.rules.recipe import recipe_for
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError

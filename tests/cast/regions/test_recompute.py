@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import halfstep as hs
 from halfstep.cast.regions import recompute
-from halfstep.cast.regions.stack import backward, recomputing
+from halfstep.cast.regions.recompute import backward, recomputing
 from halfstep.cast.rules import dispatch
 from halfstep.cast.rules.dispatch import mode_here
 from halfstep.cast.rules.recipe import recipe_for

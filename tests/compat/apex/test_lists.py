@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.compat.apex import amp
-from halfstep.compat.apex.amp.handle import switch_on
+from halfstep.compat.apex.amp.handle import AmpHandle
 from halfstep.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from halfstep.errors import BannedOperatorError
 
@@ -170,7 +170,7 @@ def test_every_listed_operator_gives_the_documented_format(turn: str, low: torch
     wrong = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated functions and sizes that losses broadcast
-        switch_on(low)
+        AmpHandle(low=low)
         for space, name, kind in ENTRIES:
             make = inputs(TURNS[turn])
             result = CALLS[name](getattr(SPACES[space], name), make)

@@ -24,7 +24,7 @@ def test_a_tensor_is_a_torch_tensor_with_a_copy_of_the_data() -> None:
     assert ms.Tensor(np.zeros(1)).dtype is torch.float64 and ms.Tensor([1.0]).dtype is torch.float32
     assert ms.Tensor(np.full((1), 1.0), dtype=ms.common.dtype.float32).dtype is torch.float32
     assert ms.Tensor(made, ms.float16).dtype is torch.float16 and ms.Tensor(3).dtype is torch.int64
-    with pytest.raises(TypeError, match="dtype='float32'; expected one of mindspore.dtype"):
+    with pytest.raises(TypeError, match="dtype='float32' is a str; expected one of mindspore.dtype"):
         ms.Tensor([1.0], "float32")  # type: ignore[arg-type]
 
 

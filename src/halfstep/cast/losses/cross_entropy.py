@@ -18,14 +18,7 @@ from torch.nn import functional as F
 from halfstep.cast.arithmetic.rounded import apply, rules_off
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.choose import gradient_into, kernels_take_logits, losses
-from halfstep.kernels.reference.cross_entropy import (
-    REDUCTIONS,
-    gradient,
-    parts,
-    reduced,
-    rows_at_a_time,
-    shares,
-)
+from halfstep.kernels.reference import cross_entropy as plain
 from halfstep.torch_private.autograd import forward_ad_level
 from halfstep.torch_private.modes import are_functorch_transforms_active, is_legacy_batchedtensor
 
@@ -54,7 +47,7 @@ def cross_entropy(
         and size_average is None
         and reduce is None
         and (weight is None or (weight.shape == input.shape[1:2] and not weight.requires_grad))
-        and reduction in REDUCTIONS
+        and reduction in plain.REDUCTIONS
         and 0.0 <= label_smoothing <= 1.0
         and not torch.compiler.is_compiling()  # a compiler fuses the widening into the loss by itself
         and forward_ad_level() < 0
@@ -96,10 +89,10 @@ class _CrossEntropy(Function):
     def forward(
         logits: Tensor, target: Tensor, weight: Tensor | None, ignored: int, smoothing: float, reduction: str
     ) -> tuple[Tensor, Tensor]:
-        taken = parts(_rows(logits), (logits, target))
+        taken = plain.parts(_rows(logits), (logits, target))
         found = [losses(x, labels, weight, ignored, smoothing) for x, labels in taken]
         each, lse = (torch.cat(some) if len(found) > 1 else some[0] for some in zip(*found, strict=True))
-        return reduced(each, target, weight, ignored, reduction).float(), lse
+        return plain.reduced(each, target, weight, ignored, reduction).float(), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -111,12 +104,12 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         logits, target, weight, lse = ctx.saved_tensors
         with rules_off(logits.device.type):
-            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1], ctx.reduction)
+            share = plain.shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, logits.shape[1], ctx.reduction)
             if differentiated(grads[0]):
-                return gradient(logits, share).to(logits.dtype), None, None, None, None, None
+                return plain.gradient(logits, share).to(logits.dtype), None, None, None, None, None
             out = torch.empty_like(logits)
             rows = _rows(logits)
-            for (result, x), of_part in zip(parts(rows, (out, logits)), share.parts(rows), strict=True):
+            for (result, x), of_part in zip(plain.parts(rows, (out, logits)), share.parts(rows), strict=True):
                 gradient_into(result, x, of_part, lse)
         return out, None, None, None, None, None
 
@@ -125,4 +118,4 @@ def _rows(logits: Tensor) -> int:
     """Return how many of the first dimension of `logits` are read at a time: all, or so many are widened."""
     if kernels_take_logits(logits):
         return len(logits)
-    return rows_at_a_time(logits.numel() // len(logits), logits.device.type)
+    return max(1, plain.CHUNK.get(logits.device.type, plain.LARGE_CHUNK) * len(logits) // logits.numel())

@@ -34,20 +34,7 @@ from halfstep.cast.state import STATE
 from halfstep.errors import LossError
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.choose import KERNEL_TYPES, gradient_into, load_kernels, losses, row_sums
-from halfstep.kernels.reference.cross_entropy import (
-    CHUNK,
-    LARGE_CHUNK,
-    REDUCTIONS,
-    Shares,
-    gradient,
-    losses_of_sums,
-    parts,
-    reduced,
-    refuse_no_class,
-    shares,
-    smoothed,
-    widened,
-)
+from halfstep.kernels.reference import cross_entropy as plain
 from halfstep.policy.resolve import units
 from halfstep.torch_private.autograd import forward_ad_level
 from halfstep.torch_private.modes import are_functorch_transforms_active
@@ -138,7 +125,7 @@ def linear_cross_entropy(
             target=(target, TENSOR),
             linear_bias=(linear_bias, TENSOR | NONE),
             weight=(weight, TENSOR | NONE),
-            reduction=(reduction, one_of(*REDUCTIONS)),
+            reduction=(reduction, one_of(*plain.REDUCTIONS)),
             ignore_index=(ignore_index, INDEX | NONE),
             label_smoothing=(label_smoothing, FRACTION),
             chunk=(chunk, COUNT | NONE),
@@ -294,11 +281,11 @@ def _parts(input: Tensor, linear_weight: Tensor, chunk: int | None) -> tuple[int
     if chunk is not None:
         return chunk, max(1, chunk * classes // rows)
     if device != "cpu":
-        many, least = max(LARGE_CHUNK, rows * classes // FEWEST), WHOLE
+        many, least = max(plain.LARGE_CHUNK, rows * classes // FEWEST), WHOLE
     elif input.dtype in LOW_DTYPES and not torch.compiler.is_compiling() and not load_kernels(device):
         many, least = LARGE, ENOUGH
     else:
-        many, least = CHUNK[device], 1
+        many, least = plain.CHUNK[device], 1
     return max(many // classes, least), -(-many // (rows * least)) * least
 
 
@@ -349,15 +336,16 @@ class GradientsAhead(Function):
         """Return the loss, 0-dim and wide; keep its gradients."""
         layer = _LinearLayer(linear_weight, linear_bias, emulating=False)
         one = torch.ones((), dtype=layer.wide, device=input.device)
-        share = shares(one, target, weight, ignored, smoothing, layer.classes, reduction)
+        share = plain.shares(one, target, weight, ignored, smoothing, layer.classes, reduction)
         found, into = [], _Gradients(layer, input, needs, rows, layer.classes)
-        for n, ((x, labels), of_part) in enumerate(zip(parts(rows, (input, target)), share.parts(rows), strict=True)):
+        walk = zip(plain.parts(rows, (input, target)), share.parts(rows), strict=True)
+        for n, ((x, labels), of_part) in enumerate(walk):
             logits = layer.logits(x)
             each, lse = losses(logits, labels, weight, ignored, smoothing)
             found.append(each)
             into.add(gradient_into(logits, logits, of_part, lse), row=n * rows)
         ctx.save_for_backward(*into.rounded())
-        return reduced(torch.cat(found), target, weight, ignored, reduction).to(layer.wide)
+        return plain.reduced(torch.cat(found), target, weight, ignored, reduction).to(layer.wide)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -397,13 +385,13 @@ class LinearCrossEntropy(Function):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss, wide: 0-dim, or (N,) if it is not reduced; and `RowSums.lse`."""
         layer = _LinearLayer(linear_weight, linear_bias, emulating)
-        refuse_no_class(target, layer.classes, ignored)
-        by_class = smoothed(smoothing, weight, layer.classes, input)
+        plain.refuse_no_class(target, layer.classes, ignored)
+        by_class = plain.smoothed(smoothing, weight, layer.classes, input)
         sums = row_sums(layer.logits(input, 0, count), target, by_class)
         for first in range(count, layer.classes, count):
             sums = row_sums(layer.logits(input, first, count), target, by_class, first, sums)
-        each, lse = losses_of_sums(sums, target, weight, ignored, smoothing, by_class)
-        return reduced(each, target, weight, ignored, reduction).to(layer.wide), lse
+        each, lse = plain.losses_of_sums(sums, target, weight, ignored, smoothing, by_class)
+        return plain.reduced(each, target, weight, ignored, reduction).to(layer.wide), lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -418,7 +406,9 @@ class LinearCrossEntropy(Function):
         input, linear_weight, linear_bias, target, weight, lse = ctx.saved_tensors
         device = input.device.type
         with _no_rules(device):
-            share = shares(grads[0], target, weight, ctx.ignored, ctx.smoothing, len(linear_weight), ctx.reduction)
+            share = plain.shares(
+                grads[0], target, weight, ctx.ignored, ctx.smoothing, len(linear_weight), ctx.reduction
+            )
             if differentiated(grads[0]):
                 found = _differentiable(input, linear_weight, linear_bias, share)
             else:
@@ -435,7 +425,7 @@ class _LinearLayer:
     """The weight and bias of a linear layer; emulating: fp32 arithmetic, each result rounded once to the low format."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, emulating: bool) -> None:
-        self.low, self.wide, self.classes = weight.dtype, widened(weight[:0]).dtype, len(weight)
+        self.low, self.wide, self.classes = weight.dtype, plain.widened(weight[:0]).dtype, len(weight)
         self.emulating = emulating
         self.weight = weight.float() if emulating else weight
         self.bias = bias if bias is None or not emulating else bias.float()
@@ -498,11 +488,11 @@ def _put_product(out: Tensor, one: Tensor, other: Tensor, *, added: bool) -> Non
 
 
 def _differentiable(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, share: Shares
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, share: plain.Shares
 ) -> list[Tensor | None]:
     """Return all three gradients from all logits at once, by operators that have a derivative; nothing is rounded."""
-    x, weight = widened(input), widened(linear_weight)
-    bias = None if linear_bias is None else widened(linear_bias)
-    grad = gradient(F.linear(x, weight, bias), share)
+    x, weight = plain.widened(input), plain.widened(linear_weight)
+    bias = None if linear_bias is None else plain.widened(linear_bias)
+    grad = plain.gradient(F.linear(x, weight, bias), share)
     of_bias = None if linear_bias is None else grad.sum(0).to(linear_bias.dtype)
     return [(grad @ weight).to(input.dtype), (grad.t() @ x).to(linear_weight.dtype), of_bias]

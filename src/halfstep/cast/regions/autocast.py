@@ -14,8 +14,8 @@ import torch
 from torch import get_autocast_dtype
 
 from halfstep.arguments import DEVICE_TYPE, FLAG, NONE, WHOLE, Kind, a, check
-from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
-from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
+from halfstep.cast.regions.dtype_errors import explained
+from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe
 from halfstep.cast.rules.dispatch import RuleMode
 from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
@@ -110,13 +110,8 @@ class autocast:
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
                 return call_traced(self.recipe, func, args, kwargs)  # type: ignore[no-any-return]
-            try:
-                with decorated(self.recipe):
-                    return func(*args, **kwargs)
-            except EXPLAINED as error:
-                if (better := explained(error)) is None:
-                    raise
-                raise better from error
+            with again(self.recipe):
+                return func(*args, **kwargs)
 
         return wrapper
 
@@ -127,10 +122,11 @@ class autocast:
         return f"<hs.autocast {self.recipe.policy.name or 'policy'} on {devices}>"
 
 
-class decorated(opened):
-    """The region of one call of a function that `autocast` decorates; the function may call itself."""
-
-    __slots__ = ()
+def again(recipe: Recipe) -> autocast:
+    """Return a region of its own, such as that of one call of a decorated function: an interrupt may keep it open."""
+    made = object.__new__(autocast)
+    made.recipe = recipe
+    return made
 
 
 def _refuse_what_needs_a_model(policy: Policy) -> None:
@@ -214,7 +210,6 @@ def _dtype_here(device_type: str | None) -> torch.dtype | None:
         return None
 
 
-USUAL = (str, torch.dtype, bool, bool)
 SWITCH = FLAG | Kind("0 or 1", lambda value: WHOLE.has(value) and value < 2)
 
 
@@ -242,11 +237,7 @@ def _recipe(
 ) -> Recipe:
     if device_type is None and policy is None:
         raise PolicyError("hs.autocast needs a device_type ('cpu', 'cuda', ...) or a policy (policy='mixed')")
-    given: tuple[object, ...] = device_type, dtype, enabled, cache_enabled
-    if enabled is None or any(
-        value is not None and type(value) is not kind for value, kind in zip(given, USUAL, strict=True)
-    ):
-        _check(device_type, dtype, enabled, cache_enabled, policy)
+    _check(device_type, dtype, enabled, cache_enabled, policy)
     try:
         devices = default_device_types() if device_type is None else (torch.device(device_type).type,)
     except RuntimeError as error:

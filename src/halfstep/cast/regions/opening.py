@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import starmap
 from sys import _getframe
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -30,8 +30,8 @@ from torch import (
     set_autocast_enabled,
 )
 
-from halfstep.cast.regions.recompute import again_in_region, mark_checkpoints, saved_tensor_hooks
-from halfstep.cast.regions.stack import push, remove
+from halfstep.cast.regions.recompute import ONCE, again_in_region, mark_checkpoints, push, remove, saved_tensor_hooks
+from halfstep.cast.rules.dispatch import RuleMode
 from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, ours, warn
@@ -41,11 +41,6 @@ from halfstep.torch_private.modes import (
     pop_torch_function_stack,
     push_on_torch_function_stack,
 )
-
-if TYPE_CHECKING:
-    from halfstep.cast.rules.dispatch import RuleMode
-
-ONCE = ((),)
 
 
 class _Frame:

@@ -1,7 +1,10 @@
-"""Recomputation: what a checkpoint computes again in the backward pass follows the rules of the region it ran in first.
+"""Recomputation: what is computed again in a backward pass follows the rules of the region it ran in first.
 
 Activation checkpointing runs a function a second time in the backward pass, when the region is closed. torch restores
-autocast's own state for it; the region's mode, and `STATE.bound`, are restored here.
+autocast's own state for it; the region's mode, and `STATE.bound`, are restored here. So here are the functions that put
+the rules of a region on torch's stack of function modes and remove them, in a region and without one. An instrument
+that handles operators as they are called (`STATE.above`) stays above the modes of all regions; while it handles an
+operator it is off the stack. Regions without such an instrument push and pop by themselves (`opening`).
 
 Note [checkpoints]: torch.utils.checkpoint keeps the function it will run again where the forward pass can find it, and
 there it is replaced by one that runs it in the region of the time (`_Again`); no function of torch is. Without re-entry
@@ -14,29 +17,48 @@ opened inside the function.
 Note [simulated formats]: a region that simulates a format has autocast on with fp32. For the recomputation torch makes
 a `torch.autocast` of that state, which on a CPU warns and is off. So the checkpoint is made to keep "off", and the
 function that runs inside that object switches autocast on (`_switched_on`).
+
+Note [other recomputation]: what else restores autocast's state in a backward pass (`custom_bwd`, checkpointing of other
+libraries) reports it to no mode. For these the mode of a training step's region is on torch's stack during its backward
+pass. Its rules hold where autocast is on (`RuleMode.active`), and there that is in recomputations alone. On a CUDA
+device the engine runs the backward pass in a thread of its own, into which torch copies the stack of modes and in which
+no region is open; `mode_here` finds the mode there.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import starmap
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, repeat, starmap
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from halfstep.cast.regions.stack import rules_on
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError
 from halfstep.torch_private.autograd import (
     RECOMPUTATION_HOOK,
+    engine_run_backward,
     pop_saved_tensors_default_hooks,
     push_saved_tensors_default_hooks,
     set_grad_enabled,
     top_saved_tensors_default_hooks,
 )
+from halfstep.torch_private.modes import (
+    current_function_mode_stack,
+    get_function_stack_at,
+    len_torch_function_stack,
+    pop_torch_function_stack,
+    push_on_torch_function_stack,
+)
+
+if TYPE_CHECKING:
+    from halfstep.cast.rules.dispatch import RuleMode
+    from halfstep.cast.rules.recipe import Recipe
 
 SET_GRAD_ENABLED: Callable[..., Any] = set_grad_enabled
 """What `CheckpointFunction` calls, by way of `torch.no_grad`, just before it runs its function."""
@@ -162,3 +184,94 @@ def _mark_entered() -> None:
                 node.run_function = _Again(_switched_on(function, of_device, ("cpu", node.cpu_autocast_kwargs)))
             return
         frame = frame.f_back
+
+
+# ------------------------------------------------------------------ torch's stack of function modes
+
+
+def push(mode: RuleMode, above: Any) -> None:
+    """Put `mode` on top of the stack, but under `above`."""
+    modes = [] if above is None else list(current_function_mode_stack())
+    if modes and modes[-1] is above:
+        restack([*modes[:-1], mode, above])
+    else:
+        push_on_torch_function_stack(mode)
+
+
+def remove(mode: RuleMode, others: int = 0) -> None:
+    """Remove `mode` from wherever it is now; a second call changes nothing. `others`: regions further out with it."""
+    top = len_torch_function_stack() - 1
+    if top < 0:
+        return
+    if not others and get_function_stack_at(top) is mode:
+        pop_torch_function_stack()
+        return
+    modes = list(current_function_mode_stack())
+    found = [i for i, other in enumerate(modes) if other is mode]
+    if len(found) > others:
+        restack([other for i, other in enumerate(modes) if i != found[-1]])
+
+
+def restack(modes: list[Any]) -> None:
+    """Make `modes` the stack, outermost first, in one call of C, which no signal divides."""
+    changes = chain(
+        starmap(pop_torch_function_stack, repeat((), len_torch_function_stack())),
+        map(push_on_torch_function_stack, modes),
+    )
+    deque(changes, maxlen=0)
+
+
+# ------------------------------------------------------------------ rules without a region
+
+
+@contextmanager
+def rules_on(mode: RuleMode | None, bound: Any) -> Iterator[None]:
+    """Apply the rules of `mode` (None: torch's own lists, or none) in this block; autocast's own state stays."""
+    state = STATE
+    modes = list(current_function_mode_stack()) if len_torch_function_stack() else []
+    outer, above = (state.mode, state.bound), state.above
+    pushed = mode if state.mode is not mode or mode not in modes else None
+    others = modes.count(mode)
+    try:
+        state.mode, state.bound = mode, bound
+        if pushed is not None:
+            push(pushed, above)
+        yield
+    finally:
+        try:
+            _end(pushed, others, outer)
+        finally:  # again, should Ctrl-C have come in between
+            _end(pushed, others, outer)
+
+
+def _end(pushed: RuleMode | None, others: int, outer: tuple[RuleMode | None, Any]) -> None:
+    """Restore the state of the thread; a second call changes nothing."""
+    if pushed is not None:
+        remove(pushed, others)
+    STATE.mode, STATE.bound = outer
+    if not STATE.frames:  # as at the end of a region
+        STATE.casts.clear()
+
+
+def backward(recipe: Recipe, loss: Tensor, seed: Tensor, *, keep: bool = False) -> None:
+    """Run ``loss.backward(gradient=seed)``; what is computed again on the way follows `recipe`.
+
+    `keep`: the graph stays, for another backward pass.
+    """
+    if type(loss) is not Tensor or (len_torch_function_stack() and not _needed(recipe)):
+        loss.backward(gradient=seed, retain_graph=keep)
+        return
+    with recomputing(recipe):  # as Tensor.backward, which would report itself to the mode and switch it off
+        engine_run_backward((loss,), (seed,), keep, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def recomputing(recipe: Recipe) -> AbstractContextManager[None]:
+    """Let what a backward pass in this block computes again follow `recipe`."""
+    return rules_on(recipe.mode, STATE.bound) if _needed(recipe) else nullcontext()
+
+
+def _needed(recipe: Recipe) -> bool:
+    """Return whether `recipe` has rules, and no region is open here: one around a backward pass holds as it is."""
+    if recipe.mode is None or STATE.mode is not None or STATE.frames:
+        return False
+    return not any(torch.is_autocast_enabled(device) for device, _, _ in recipe.devices)

@@ -161,26 +161,19 @@ def _function_class(original: type[Function], op: CustomOperator) -> type:
     regions = _backward_regions(op.backward)
     parent: Any = original
     # plain functions: Dynamo traces a method of a Function class only with the context it made itself
-    their_forward, their_setup, their_backward = parent.forward, parent.setup_context, parent.backward
+    first = "forward" if parent.setup_context is Function.setup_context else "setup_context"
+    their_first, their_backward = getattr(parent, first), parent.backward
 
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting_formats(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         ctx.halfstep_formats = {device: torch.get_autocast_dtype(device) for device in regions}
-        return their_forward(ctx, *args, **kwargs)
-
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.halfstep_formats = {device: torch.get_autocast_dtype(device) for device in regions}
-        their_setup(ctx, inputs, output)
+        return their_first(ctx, *args, **kwargs)
 
     def backward(ctx: Any, *grads: Any) -> Any:
         device = next((g.device.type for g in grads if isinstance(g, Tensor)), "cpu")
         recipe = regions[device].get(ctx.halfstep_formats[device]) if device in regions else None
         return _in_backward(recipe, device, their_backward, ctx, *grads)
 
-    body: dict[str, Any] = {"backward": staticmethod(backward), "__module__": original.__module__}
-    if their_setup is Function.setup_context:
-        body["forward"] = staticmethod(forward)
-    else:
-        body["setup_context"] = staticmethod(setup_context)
+    body = {first: staticmethod(noting_formats), "backward": staticmethod(backward), "__module__": original.__module__}
     passive = RuleMode((), {})
     made: Any = type(original.__name__, (original,), body)
 

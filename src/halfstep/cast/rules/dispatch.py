@@ -76,10 +76,7 @@ class RuleMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.devices = frozenset(devices)
-        self.handlers = {
-            SET_GRAD_ENABLED: as_called,
-            **handlers,
-        }  # with the call that shows re-entrant checkpoints
+        self.handlers = {SET_GRAD_ENABLED: as_called, **handlers}  # with the call that shows re-entrant checkpoints
         # those that Dynamo finds: it traces into the others, down to operators that have a handler
         self.traceable = {func: handler for func, handler in self.handlers.items() if func not in METHODS}
         self.how = how

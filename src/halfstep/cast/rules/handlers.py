@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.cast.arithmetic.blocks import in_blocks
-from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of, rounded_to, simulated
+from halfstep.cast.arithmetic.emulate import EMULATED, emulation_of, in_blocks, rounded_to, simulated
 from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statistics
 from halfstep.cast.losses.cross_entropy import cross_entropy, pays
 from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts

@@ -29,17 +29,8 @@ from torch.nn import functional as F
 from halfstep.cast.arithmetic.emulate import EMULATED, RECURRENT, WIDENED
 from halfstep.cast.arithmetic.norms import NORMS
 from halfstep.cast.losses.linear_loss import linear_cross_entropy
+from halfstep.cast.rules import handlers
 from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode
-from halfstep.cast.rules.handlers import (
-    IN_PLACE,
-    data_read,
-    into_destination,
-    of_composite,
-    of_linear_loss,
-    of_norm,
-    of_rule,
-    of_stateful,
-)
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, warn
 from halfstep.formats import DTYPES, Format, format_of
@@ -163,30 +154,31 @@ def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Ma
         rules.update(dict.fromkeys(RECURRENT - decisions.keys(), RULE_KINDS["low"]))
     compiled: dict[Callable[..., Any], Handler] = {}
     if rules:
-        spellings = (getattr(space, name, None) for name in ("__setitem__", *IN_PLACE) for space in (Tensor, torch))
-        compiled.update({spelled: into_destination for spelled in spellings if spelled is not None})
+        names = ("__setitem__", *handlers.IN_PLACE)
+        spellings = (getattr(space, name, None) for name in names for space in (Tensor, torch))
+        compiled.update({spelled: handlers.into_destination for spelled in spellings if spelled is not None})
     product = rules.pop(LINEAR_LOSS, rules.get("linear"))
     if product is not None:
         loss = decisions.get("cross_entropy")
         wide = loss is not None and RULE_KINDS[loss.rule].format == "fp32" and how.simulated is None
         spelled = (linear_cross_entropy, *callables(LINEAR_LOSS))
-        compiled.update(dict.fromkeys(spelled, of_linear_loss(product, how, fused=wide)))
+        compiled.update(dict.fromkeys(spelled, handlers.of_linear_loss(product, how, fused=wide)))
     for name, kind in rules.items():
         native = _native(name, kind, devices)
         for func in callables(name):
-            compiled[func] = of_rule(name, kind, func, how, native=native)
+            compiled[func] = handlers.of_rule(name, kind, func, how, native=native)
     if policy.params == "low":
         for func in (F.batch_norm, F.instance_norm):
-            compiled.setdefault(func, of_stateful(NO_RULE.cast_to))  # parameters in the format of its statistics
+            compiled.setdefault(func, handlers.of_stateful(NO_RULE.cast_to))  # parameters in the statistics' format
     if "cpu" in devices and policy.dtype == "fp16" and policy.emulate != "never":
-        compiled.update({func: of_norm(compiled.get(func), func) for func in NORMS})
+        compiled.update({func: handlers.of_norm(compiled.get(func), func) for func in NORMS})
     for composite in composites(frozenset(rules)):
         if composite not in compiled and operator_name(composite) not in decisions:
-            compiled[composite] = of_composite(unreported(composite))
+            compiled[composite] = handlers.of_composite(unreported(composite))
     if compiled:
-        compiled[Tensor.data.__get__] = data_read  # type: ignore[attr-defined]  # a descriptor of C
+        compiled[Tensor.data.__get__] = handlers.data_read  # type: ignore[attr-defined]  # a descriptor of C
     if "cross_entropy" not in decisions and rules.keys() & {"log_softmax", "nll_loss"}:
-        compiled[F.cross_entropy] = of_composite(cross_entropy_in_parts)
+        compiled[F.cross_entropy] = handlers.of_composite(cross_entropy_in_parts)
     return compiled
 
 
@@ -262,14 +254,14 @@ LAYERS = frozenset(
 SPACES = (F, torch, Tensor, nn_functions)
 
 
-def unruled(module: nn.Module, original: type[nn.Module], handlers: Mapping[Callable[..., Any], Any]) -> bool:
-    """Return whether the forward of `module`, a layer of torch.nn of class `original`, calls nothing in `handlers`."""
+def unruled(module: nn.Module, original: type[nn.Module], ruled: Mapping[Callable[..., Any], Any]) -> bool:
+    """Return whether the forward of `module`, a layer of torch.nn of class `original`, calls nothing in `ruled`."""
     if original not in LAYERS or module._modules:  # children, parametrizations too, have rules of their own
         return False
     names = _names(original.forward, original)  # type: ignore[arg-type]  # classes hash
     if isinstance(module, ConvBase) and module.padding_mode == "zeros":
         names -= {"pad"}  # what the other modes call
-    return not any(getattr(space, name) in handlers for name in names for space in SPACES if hasattr(space, name))
+    return not any(getattr(space, name) in ruled for name in names for space in SPACES if hasattr(space, name))
 
 
 @functools.cache

@@ -161,17 +161,15 @@ def build_train_network(
             "network.trainable_params()"
         )
     _check_level(f"{where}: level", level)
-    if boost_level != "O0":
-        why = " (MindSpore's boost is about communication and dimensions, not precision)"
-        raise MindSporeValueError(f"{where}: boost_level={boost_level!r}; expected 'O0'{why}")
+    expected = "'O0' (MindSpore's boost is about communication and dimensions, not precision)"
+    checks.check_value(f"{where}: boost_level", boost_level, boost_level == "O0", expected)
     keeps, low, dynamic = CONFIG[level]
     checks.check_names(where, kwargs, ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager"))
     keep = kwargs.get("keep_batchnorm_fp32", keeps)
     checks.check_bool(f"{where}: keep_batchnorm_fp32", keep)
     cast = kwargs.get("cast_model_type", low)
-    if cast is not torch.float32 and cast not in LOW_NAMES:
-        expected = "mstype.float16, mstype.bfloat16 or mstype.float32"
-        raise MindSporeValueError(f"{where}: cast_model_type={cast!r}; expected {expected}")
+    expected = "mstype.float16, mstype.bfloat16 or mstype.float32"
+    checks.check_value(f"{where}: cast_model_type", cast, cast is torch.float32 or cast in LOW_NAMES, expected)
     manager = kwargs.get("loss_scale_manager", DynamicLossScaleManager() if dynamic else None)
     expected = "a LossScaleManager, such as DynamicLossScaleManager(), or None"
     checks.check_type(f"{where}: loss_scale_manager", manager, (LossScaleManager, NoneType), expected)
@@ -199,8 +197,7 @@ def build_train_network(
 def _check_level(where: str, level: object) -> None:
     expected = f"one of {', '.join(CONFIG)}"
     checks.check_type(where, level, str, expected)
-    if level not in CONFIG:
-        raise MindSporeValueError(f"{where}={level!r}; expected {expected}{hs.errors.did_you_mean(str(level), CONFIG)}")
+    checks.check_value(where, level, level in CONFIG, expected + hs.errors.did_you_mean(str(level), CONFIG))
 
 
 def _converted(network: nn.Module, level: str) -> bool:

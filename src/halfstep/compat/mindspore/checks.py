@@ -38,6 +38,18 @@ def check_type(where: str, value: object, kinds: type | tuple[type, ...], expect
         raise MindSporeTypeError(f"{where}={value!r} is a {type(value).__name__}; expected {expected}")
 
 
+def check_value(where: str, value: object, good: object, expected: str) -> None:
+    """Raise MindSporeValueError unless `good`, which says whether `value` is what is `expected`."""
+    if not good:
+        raise MindSporeValueError(f"{where}={value!r}; expected {expected}")
+
+
+def check_layout(where: str, layout: object, *known: str) -> None:
+    """Raise MindSporeValueError unless `layout` is one of `known`, in which channels come second."""
+    expected = f"{' or '.join(repr(one) for one in known if one)}: transpose the input, or use torch.channels_last"
+    check_value(f"{where}: data_format", layout, layout in known, expected)
+
+
 def check_number(where: str, value: Any, expected: str = "a number") -> float:
     """Return a number as a float, or raise MindSporeTypeError."""
     check_type(where, value, (int, float), expected)
@@ -47,8 +59,7 @@ def check_number(where: str, value: Any, expected: str = "a number") -> float:
 def check_whole(where: str, value: Any, expected: str = "an int from 1", least: int = 1) -> int:
     """Return a whole number of at least `least`, or raise MindSporeTypeError or MindSporeValueError."""
     check_type(where, value, int, expected)
-    if value < least:
-        raise MindSporeValueError(f"{where}={value!r}; expected {expected}")
+    check_value(where, value, value >= least, expected)
     return int(value)
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import halfstep as hs
-from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError, check_bool
+from halfstep.compat.mindspore import checks
+from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
 from halfstep.compat.shared import LOW_NAMES
 from halfstep.torch_private.modules import TorchLoss, forward_hooks
 
@@ -86,11 +87,10 @@ def level_policy(level: str, dtype: str, black: Iterable[str] = (), white: Itera
 
 def low_name(dtype: object, where: str) -> str:
     """Return "fp16" or "bf16" for a dtype."""
-    if not isinstance(dtype, torch.dtype):
-        raise MindSporeTypeError(f"{where}: dtype={dtype!r} is not a dtype; pass mstype.float16 or mstype.bfloat16")
-    if dtype not in LOW_NAMES:
-        raise MindSporeValueError(f"{where}: dtype={dtype}; a low format is mstype.float16 or mstype.bfloat16")
-    return LOW_NAMES[dtype]
+    expected = "a low format, mstype.float16 or mstype.bfloat16"
+    checks.check_type(f"{where}: dtype", dtype, torch.dtype, expected)
+    checks.check_value(f"{where}: dtype", dtype, dtype in LOW_NAMES, expected)
+    return LOW_NAMES[cast(torch.dtype, dtype)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- marks
@@ -139,11 +139,9 @@ def to_float(module: ModuleT, dst_type: torch.dtype) -> ModuleT:
         module: any torch module.
         dst_type: mstype.float16, float32 or bfloat16.
     """
-    if not isinstance(dst_type, torch.dtype):
-        raise MindSporeTypeError(f"to_float: dst_type={dst_type!r} is not a dtype; pass mstype.float16")
-    if dst_type is not torch.float32 and dst_type not in LOW_NAMES:
-        formats = "mstype.float16, mstype.float32 or mstype.bfloat16"
-        raise MindSporeValueError(f"to_float: dst_type={dst_type}; a cell runs in {formats}")
+    expected = "a dtype that a cell can run in: mstype.float16, mstype.float32 or mstype.bfloat16"
+    checks.check_type("to_float: dst_type", dst_type, torch.dtype, expected)
+    checks.check_value("to_float: dst_type", dst_type, dst_type is torch.float32 or dst_type in LOW_NAMES, expected)
     wanted = LOW_NAMES.get(dst_type, "fp32")
     return add_flags_recursive(module, **{name: name == wanted for name in FLAGS})
 
@@ -171,7 +169,7 @@ def _flag(module: ModuleT, flags: dict[str, bool], *, recursive: bool) -> Module
             raise MindSporeValueError(
                 f"add_flags({name}={value!r}): halfstep carries out the flags of precision only: {', '.join(FLAGS)}"
             )
-        check_bool(f"add_flags: {name}", value)
+        checks.check_bool(f"add_flags: {name}", value)
     if flags.get("fp16") and flags.get("bf16"):
         raise MindSporeValueError("add_flags(fp16=True, bf16=True): a cell has one low format; give one of the two")
     _refuse_foreign(module)

@@ -29,8 +29,7 @@ class Tensor(metaclass=Factory):
         cls, input_data: Any = None, dtype: torch.dtype | None = None, shape: Any = None, init: Any = None
     ) -> torch.Tensor:
         """Return a torch.Tensor."""
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise MindSporeTypeError(f"dtype={dtype!r}; expected one of mindspore.dtype, such as mstype.float32")
+        check_type("Tensor: dtype", dtype, (torch.dtype, NoneType), "one of mindspore.dtype, such as mstype.float32")
         if (input_data is None) == (init is None):
             given = "neither input_data nor init" if init is None else "both input_data and init"
             raise MindSporeValueError(f"Tensor: {given}; pass input_data, or shape, dtype and init")

@@ -17,11 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from halfstep.formats import LOW_DTYPES
-from halfstep.torch_private.operators import (
-    dispatch_key_for_device,
-    fused_optimizer_devices,
-    has_computed_kernel_for_dispatch_key,
-)
+from halfstep.torch_private import operators
 
 WITH_KERNELS = (SGD, Adam, AdamW, Adagrad)
 
@@ -41,10 +37,10 @@ def fused_here(kind: type[Optimizer], device_type: str) -> bool:
     """Return whether one of `WITH_KERNELS` has a fused kernel on a device type."""
     if device_type in {"cpu", "cuda"}:  # fake CUDA tensors too, in a torch without CUDA
         return True
-    if device_type not in fused_optimizer_devices():
+    if device_type not in operators.fused_optimizer_devices():
         return False
-    operator, key = f"aten::_fused_{kind.__name__.lower()}_", dispatch_key_for_device(device_type)
-    return bool(has_computed_kernel_for_dispatch_key(operator, key))
+    operator, key = f"aten::_fused_{kind.__name__.lower()}_", operators.dispatch_key_for_device(device_type)
+    return bool(operators.has_computed_kernel_for_dispatch_key(operator, key))
 
 
 def is_dense(tensor: Tensor) -> bool:

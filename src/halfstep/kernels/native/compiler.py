@@ -18,8 +18,6 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 INCLUDED = ("exponents.h", "formats.h", "loss.h", "norms.h", "threads.h", "updates.h")
@@ -27,15 +25,13 @@ FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trap
 SHARED = ("-shared", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
 
-PORTABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "x86_64": {
-            "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
-            "avx2": ("-mavx2", "-mfma"),  # none below: without FMA the loss kernels would have other bits
-        },
-        "arm64": {"neon": ("-march=armv8-a",)},
-    }
-)
+PORTABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+        "avx2": ("-mavx2", "-mfma"),  # none below: without FMA the loss kernels would have other bits
+    },
+    "arm64": {"neon": ("-march=armv8-a",)},
+}
 """Machine -> instruction set, the best first -> flags: what `torch.backends.cpu.get_cpu_capability` requires for it."""
 
 
@@ -166,25 +162,21 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="halfstep-")
 
 
-class Found(NamedTuple):
-    """Compiled kernels: the library, and where it is from, in words that follow 'CPU kernels: '."""
+def library(capability: str) -> tuple[ctypes.CDLL, str]:
+    """Return the compiled kernels, and where they are from, in words that follow 'CPU kernels: '.
 
-    library: ctypes.CDLL
-    origin: str
-
-
-def library(capability: str) -> Found:
-    """Return the compiled kernels: the shipped ones, except with HALFSTEP_NATIVE=build, else those compiled here."""
+    They are the shipped ones, except with HALFSTEP_NATIVE=build, else those compiled here.
+    """
     there = None if os.environ.get("HALFSTEP_NATIVE") == "build" else shipped(capability)
     if there is not None:
         path, name = there
         try:
-            return Found(ctypes.CDLL(str(path)), f"shipped, for {name}")
+            return ctypes.CDLL(str(path)), f"shipped, for {name}"
         except OSError:  # of another C library, such as musl: compiled here
             pass
     path = compiled()
     try:
-        return Found(ctypes.CDLL(str(path)), "compiled on this machine")
+        return ctypes.CDLL(str(path)), "compiled on this machine"
     except OSError:  # damaged: compiled again
         path.unlink(missing_ok=True)
-    return Found(ctypes.CDLL(str(compiled())), "compiled on this machine")
+    return ctypes.CDLL(str(compiled())), "compiled on this machine"

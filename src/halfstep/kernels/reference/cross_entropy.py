@@ -56,11 +56,6 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
-def rows_at_a_time(classes: int, device: str) -> int:
-    """Return how many rows of `classes` logits are widened at a time."""
-    return max(1, CHUNK.get(device, LARGE_CHUNK) // max(1, classes))
-
-
 def parts(rows: int, tensors: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, ...]]:
     """Walk along the first dimension of `tensors`, which is the same in all, `rows` at a time."""
     if rows >= len(tensors[0]):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import FormatError
-from halfstep.formats import POLICY_DTYPES
+from halfstep.formats import POLICY_DTYPES, widest_dtype
 from halfstep.kernels.sharded import local
 
 LOWEST, HIGHEST = -192, 191
@@ -35,6 +35,9 @@ ZEROS, INFS, NANS, NEGATIVES, LARGEST, SMALLEST = range(2 * BINS, 2 * BINS + 6)
 ROW = 2 * BINS + 6
 TOP = 0x7FF << 52
 """Bits of float64's infinity."""
+
+FIELDS, FIRST = 1 << 11, 1023 + LOWEST
+"""Exponents of float64 as they are stored, those of what is not finite with them, and that of the first bin."""
 
 DIRECT = POLICY_DTYPES | {torch.float64}
 """Formats that kernels read as they are."""
@@ -70,31 +73,27 @@ def count_(into: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu" and tensor.dtype is not torch.float64:
-        return _row_on_cpu(tensor.reshape(-1).to(torch.float32))
-    if tensor.dtype is torch.float64:
-        wide = tensor.reshape(-1)
-        bits = wide.view(torch.int64) & (2**63 - 1)
+    wide = tensor.reshape(-1)
+    if widest_dtype(wide.device) is torch.float64:
+        bits = wide.to(torch.float64).view(torch.int64) & (2**63 - 1)
     else:
-        wide = tensor.reshape(-1).to(torch.float32)
-        bits = _as_float64(wide)
-    zero = bits == 0
-    place = ((bits >> 52) - 1023 - LOWEST).clamp_(0, BINS - 1)
-    power = (bits & (2**52 - 1) == 0) & (place > 0) & (place < BINS - 1)
-    # what is no finite number goes to the place after the last one, which is cut off
-    counted = (bits < TOP) & ~zero
-    found = torch.zeros(ROW + 1, dtype=torch.int64, device=tensor.device)
-    one = torch.ones((), dtype=torch.int64, device=tensor.device).expand(place.shape)
-    found.scatter_add_(0, place.masked_fill(~counted, ROW), one)
-    found.scatter_add_(0, (place + POWERS).masked_fill_(~(counted & power), ROW), one)
-    nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    found[ZEROS] = zero.sum()
-    found[INFS] = (bits == TOP).sum()
-    found[NANS] = (bits > TOP).sum()
+        bits = _as_float64(wide.to(torch.float32))
+    field = bits >> 52
+    one = torch.ones((), dtype=torch.int64, device=wide.device).expand(field.shape)
+    fields, powers = torch.zeros(2, FIELDS + 1, dtype=torch.int64, device=wide.device)
+    fields.scatter_add_(0, field, one)
+    powers.scatter_add_(0, torch.where(bits & (2**52 - 1) == 0, field, FIELDS), one)
+    found = rows(1, wide.device)[0]
+    found[:BINS] = fields[FIRST : FIRST + BINS]
+    found[0] += fields[:FIRST].sum() - powers[0]
+    found[BINS - 1] += fields[FIRST + BINS : FIELDS - 1].sum()
+    found[POWERS + 1 : POWERS + BINS - 1] = powers[FIRST + 1 : FIRST + BINS - 1]
+    found[ZEROS], found[INFS], found[NANS] = powers[0], powers[FIELDS - 1], fields[FIELDS - 1] - powers[FIELDS - 1]
     found[NEGATIVES] = (wide < 0).sum()
-    found[LARGEST] = torch.where(counted, bits, nothing).max()
-    found[SMALLEST] = torch.where(counted, TOP - bits, nothing).max()
-    return found[:ROW]
+    finite = bits < TOP
+    found[LARGEST] = torch.where(finite, bits, 0).max()
+    found[SMALLEST] = torch.where(finite & (bits > 0), TOP - bits, 0).max()
+    return found
 
 
 def _as_float64(wide: Tensor) -> Tensor:
@@ -105,29 +104,6 @@ def _as_float64(wide: Tensor) -> Tensor:
     bias = torch.where(subnormal, (1023 - 127 - 149) << 52, (1023 - 127) << 52)
     bias = torch.where(size >= 0x7F800000, (2047 - 255) << 52, bias)
     return torch.where(size == 0, size, (normal << 29) + bias)
-
-
-def _row_on_cpu(wide: Tensor) -> Tensor:
-    """Return the row of fp32 numbers, where the host may look at them: six times as fast."""
-    found = torch.zeros(ROW, dtype=torch.int64, device="cpu")
-    size = wide.view(torch.int32) & 0x7FFFFFFF
-    fields = torch.bincount(size >> 23, minlength=256)
-    powers = torch.bincount(size[size & 0x7FFFFF == 0] >> 23, minlength=256)
-    begin = 1 - 127 - LOWEST
-    found[begin : begin + 254], found[POWERS + begin : POWERS + begin + 254] = fields[1:-1], powers[1:-1]
-    found[ZEROS], found[INFS], found[NANS] = powers[0], powers[255], fields[255] - powers[255]
-    found[NEGATIVES] = (wide < 0).sum()
-    if fields[0] > powers[0]:  # numbers below the normal ones, as multiples of the smallest
-        low = size[(size > 0) & (size < 0x800000)]
-        mantissa, exponent = torch.frexp(low.to(torch.float32))
-        place = exponent - 1 - 149 - LOWEST
-        found[:BINS] += torch.bincount(place, minlength=BINS)
-        found[POWERS : POWERS + BINS] += torch.bincount(place[mantissa == 0.5], minlength=BINS)
-    finite = size[(size > 0) & (size < 0x7F800000)]
-    if finite.numel():
-        ends = torch.stack((finite.max(), finite.min())).view(torch.float32).to(torch.float64).view(torch.int64)
-        found[LARGEST], found[SMALLEST] = ends[0], TOP - ends[1]
-    return found
 
 
 def merge_(into: Tensor, other: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm, so equal settings clip equally
 HALF_ULP = 0x8000  # half of the lowest bit that bf16 keeps of an fp32 pattern
+QUIET = 0x400000  # the quiet bit of a NaN, in an fp32 pattern
 WORD = 0xFFFFFFFF
 WEIGHT, FIRST, SECOND = range(3)
 """Streams of noise."""
@@ -56,21 +57,15 @@ def split_bf16(wide: Tensor) -> tuple[Tensor, Tensor]:
     for 65,537 fp32 values, one more than a remainder (int16) has. NaN keeps its upper half, made quiet.
     """
     bits = wide.detach().view(torch.int32)
-    nan = torch.isnan(wide)
-    rounded = torch.where(nan, bits, bits + HALF_ULP)
-    high = (rounded >> 16).to(torch.int16)
-    quiet = torch.where(nan, high | 0x40, high)  # 0x40: the quiet bit of a bf16 NaN
-    remainder = (bits & 0xFFFF).to(torch.int32)
-    return quiet.view(torch.bfloat16), remainder.to(torch.int16)
+    upper = torch.where(torch.isnan(wide), bits | QUIET, bits + HALF_ULP) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
 def join_bf16(low: Tensor, remainder: Tensor) -> Tensor:
     """Rebuild fp32 from `split_bf16`'s halves, bit for bit except for the payload of signalling NaNs."""
-    lower = remainder.to(torch.int32) & 0xFFFF
-    nan = torch.isnan(low)
-    rounded_up = (lower >= HALF_ULP) & ~nan  # then the upper half was counted one too high
-    high = low.view(torch.int16).to(torch.int32) - rounded_up.to(torch.int32)
-    return ((high << 16) | lower).view(torch.float32)
+    upper, lower = low.view(torch.int16).to(torch.int32) << 16, remainder.to(torch.int32)
+    # where the upper half was rounded up, the remainder is below 0 and takes that back
+    return torch.where(torch.isnan(low), upper | (lower & 0xFFFF), upper + lower).view(torch.float32)
 
 
 def split_kahan(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

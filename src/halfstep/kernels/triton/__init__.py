@@ -33,19 +33,15 @@ def refused() -> str:
 
 
 @cache
-def missing() -> str:
-    """Return why this process has no Triton kernels for any CUDA device, in one sentence; "" if it may have them."""
-    return refused() or ("" if find_spec("triton") is not None else "the package triton is not installed")
-
-
-@cache
 def unsupported(device: torch.device) -> str:
     """Return why Triton kernels cannot run on a CUDA device, in one sentence; "" if they can.
 
     The first call launches an empty kernel. If that fails, the reason is logged once, as a warning.
     """
-    if reason := missing():
+    if reason := refused():
         return reason
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
     found = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and found < OLDEST:
         return f"{device} has compute capability {found[0]}.{found[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}"

@@ -73,12 +73,12 @@ class Copied:
             self.tensor = values.to(device)
             return
         if torch.cuda.is_current_stream_capturing():
-            host = _reserve().take(self.words)
+            host = _memory().take(self.words)
             host.copy_(values.flatten())
             self.tensor = host.to(device, non_blocking=True).view(values.shape)
-            _kept().now += (host, self.tensor)
+            _memory().now += (host, self.tensor)
             return
-        _reserve().hold(self.words)
+        _memory().hold(self.words)
         self.tensor = values.pin_memory().to(device, non_blocking=True)
         self.stream = torch.cuda.current_stream(device)
         self.copied = torch.cuda.Event()
@@ -89,53 +89,17 @@ class Copied:
         if self.stream is None:
             return self.tensor
         if torch.cuda.is_current_stream_capturing():
-            _kept().now.append(self.tensor)
+            _memory().now.append(self.tensor)
         elif (stream := torch.cuda.current_stream(self.tensor.device)) != self.stream:
             stream.wait_event(self.copied)
             self.tensor.record_stream(stream)
         return self.tensor
 
 
-class Reserve:
-    """Pinned words for tables that are made while a CUDA graph is captured."""
-
-    def __init__(self) -> None:
-        self.free = torch.empty(0, dtype=torch.int64, device="cpu")
-
-    def hold(self, words: int) -> None:
-        """Make sure that some tables of `words` words can be made during a capture."""
-        if self.free.numel() < max(RESERVE // 2, 8 * words):
-            self.free = torch.empty(max(RESERVE, 16 * words), dtype=torch.int64, device="cpu", pin_memory=True)
-
-    def take(self, words: int) -> Tensor:
-        """Return `words` of them."""
-        if self.free.numel() < words:
-            raise RuntimeError(
-                f"a table of {words} words is needed while a CUDA graph is captured, and {self.free.numel()} words of "
-                "pinned memory are left; make a step with the same tensors before the capture"
-            )
-        taken, self.free = self.free[:words], self.free[words:]
-        return taken
-
-
-_reserve = cache(Reserve)
-
-
-class Kept:
-    """The tables that CUDA graphs use. Those of a capture outside of `tables_of` are kept for good."""
-
-    def __init__(self) -> None:
-        self.now: list[Tensor] = []
-        self.graphs: list[tuple[ref[object], list[Tensor]]] = []
-
-
-_kept = cache(Kept)
-
-
 @contextmanager
 def tables_of(graph: object, device: torch.device) -> Iterator[None]:
     """Keep the tables that a capture inside uses as long as `graph`; free those of graphs that are gone."""
-    kept = _kept()
+    kept = _memory()
     kept.graphs = [(one, of) for one, of in kept.graphs if one() is not None or of[-1].device != device]
     before, kept.now = kept.now, []
     try:
@@ -167,27 +131,21 @@ class Layout(NamedTuple):
     facts: Tensor  # (2, tensors) int64, on the host: numbers of elements, and what tensors are called
 
 
-class Walk(NamedTuple):
-    """How kernels walk over lists of tensors: a `Layout`, ready to be read.
+class Memory:
+    """What this process keeps: the tables used last, those that CUDA graphs use, and pinned words for captures.
 
-    `rows` is (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are called.
+    Attributes:
+        now: what the capture that runs uses; of one outside of `tables_of` it is kept for good.
+        graphs: what earlier ones use, by graph.
     """
-
-    rows: Tensor
-    chunks: Tensor
-    ends: Tensor
-    chunk: int
-    programs: int
-    launches: list[Launch]
-
-
-class TableCache:
-    """The tables used last."""
 
     def __init__(self) -> None:
         self.rows: OrderedDict[Hashable, tuple[Copied, Layout]] = OrderedDict()
         self.layouts: OrderedDict[Hashable, Layout] = OrderedDict()
-        self.words = 0
+        self.words = 0  # of `rows`
+        self.now: list[Tensor] = []
+        self.graphs: list[tuple[ref[object], list[Tensor]]] = []
+        self.free = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def keep(self, key: Hashable, known: tuple[Copied, Layout]) -> None:
         """Remember a table; drop those used longest ago, down to `REMEMBERED` words and `LAYOUTS` layouts."""
@@ -198,18 +156,36 @@ class TableCache:
         while len(self.layouts) > LAYOUTS:
             self.layouts.popitem(last=False)
 
+    def hold(self, words: int) -> None:
+        """Make sure that some tables of `words` words can be made during a capture."""
+        if self.free.numel() < max(RESERVE // 2, 8 * words):
+            self.free = torch.empty(max(RESERVE, 16 * words), dtype=torch.int64, device="cpu", pin_memory=True)
 
-_tables = cache(TableCache)
+    def take(self, words: int) -> Tensor:
+        """Return `words` of the pinned ones."""
+        if self.free.numel() < words:
+            raise RuntimeError(
+                f"a table of {words} words is needed while a CUDA graph is captured, and {self.free.numel()} words of "
+                "pinned memory are left; make a step with the same tensors before the capture"
+            )
+        taken, self.free = self.free[:words], self.free[words:]
+        return taken
 
 
-def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Walk:
-    """Return how kernels walk over `lists`, with the same tables as before if nothing has moved."""
+_memory = cache(Memory)
+
+
+def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> tuple[Tensor, Layout]:
+    """Return how kernels walk over `lists`, with the same tables as before if nothing has moved.
+
+    The tensor is (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; names of tensors.
+    """
     places = tuple([t.data_ptr() for tensors in lists for t in tensors])
     formats = tuple([t.dtype for tensors in lists for t in tensors])
     sizes = tuple([t.numel() for t in lists[-1]])
     device = lists[0][0].device
     key = (device, places, formats, sizes, tuple(map(len, lists)), block, start)
-    memory = _tables()
+    memory = _memory()
     known = memory.rows.get(key)
     if known is None:
         known = _rows(lists, places, formats, sizes, device, block, start)
@@ -218,7 +194,7 @@ def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> 
     else:
         memory.rows.move_to_end(key)
     rows, layout = known
-    return Walk(rows.here(), layout.chunks.here(), layout.ends.here(), layout.chunk, layout.programs, layout.launches)
+    return rows.here(), layout
 
 
 def _rows(
@@ -234,7 +210,7 @@ def _rows(
     addresses = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(sizes))
     odd = tuple((addresses % ALIGNMENT).any(0).tolist())
     key = (device, formats, sizes, odd, tuple(full), block, start)
-    memory = _tables()
+    memory = _memory()
     layout = memory.layouts.get(key)
     if layout is None:
         layout = _layout(list(zip(*_by_list(formats, full, len(sizes)), strict=True)), sizes, odd, device, block, start)

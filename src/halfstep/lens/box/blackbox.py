@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from halfstep.arguments import NONE, PATH, check
 from halfstep.binding.prepare import prepared_policy
 from halfstep.binding.wrappers import unwrap
-from halfstep.cast.regions.autocast import autocast, decorated
+from halfstep.cast.regions.autocast import again, autocast
 from halfstep.cast.rules.recipe import run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.errors import StepError
@@ -453,8 +453,8 @@ for _hook in (BlackBox._before_update, BlackBox._after_update):
 def regions_here() -> list[AbstractContextManager[Any]]:
     """Return contexts that open the region that is open here again: halfstep's or torch's."""
     owner = STATE.frames[-1].owner() if STATE.frames else None
-    if isinstance(owner, (autocast, decorated)):
-        return [decorated(owner.recipe)]
+    if isinstance(owner, autocast):
+        return [again(owner.recipe)]
     return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in autocasting()]
 
 

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from halfstep.binding.bind import binding_of
 from halfstep.binding.fsdp import has_room, unsharded
-from halfstep.cast.regions.stack import recomputing
+from halfstep.cast.regions.recompute import recomputing
 from halfstep.cast.rules.recipe import Recipe
 from halfstep.errors import StepError, lacks_memory
 from halfstep.formats import DTYPE_NAMES

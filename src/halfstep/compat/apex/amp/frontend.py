@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.compat.apex.amp import _process_optimizer as process
 from halfstep.compat.apex.amp._process_optimizer import _amp_state, maybe_print, warn_or_err
-from halfstep.compat.apex.amp.handle import close_casts, switch_on
+from halfstep.compat.apex.amp.handle import AmpHandle, close_casts
 from halfstep.compat.apex.amp.scaler import LossScaler
 from halfstep.compat.apex.parallel import LARC
 from halfstep.compat.shared import LOW_NAMES
@@ -300,7 +300,7 @@ def _apply(
     close_casts()
     policy = None
     if properties.patch_torch_functions:
-        handle = switch_on(properties.low, loss_scale=properties.loss_scale, verbose=loud)
+        handle = AmpHandle(properties.loss_scale, verbose=loud, low=properties.low)
         session.casts_off, policy = handle._disable_casts, handle.policy
         session.casts_on = partial(hs.autocast, policy=policy, cache_enabled=False)  # where casts_off has effect
     for model in model_list:
@@ -378,7 +378,7 @@ class _Cast:
     """A forward hook that casts inputs or outputs: floating tensors, and objects of other classes by their own `to`."""
 
     def __init__(self, dtype: torch.dtype, *, tensors: bool = True) -> None:
-        self.cast = partial(_cast, dtype=dtype, tensors=tensors)
+        self.dtype, self.tensors = dtype, tensors
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return tuple(map(self.cast, args)), {name: self.cast(value) for name, value in kwargs.items()}
@@ -386,21 +386,19 @@ class _Cast:
     def outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.cast(output)
 
-
-def _cast(value: Any, dtype: torch.dtype, *, tensors: bool) -> Any:
-    """Return `value` cast, objects by their `to` as Apex does; what holds nothing to cast is returned as it is."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if tensors and value.dtype in hs.formats.POLICY_DTYPES else value
-    if isinstance(value, (nn.Module, type)):  # a module would be changed for good
-        return value
-    opened = hs.trees.opened(value)
-    if opened is not None:
-        items = [item for _, item in opened[0]]
-        made = [_cast(item, dtype, tensors=tensors) for item in items]
-        if not all(map(is_, made, items)):
-            value = opened[1](made)
-    own = getattr(value, "to", None)
-    return own(dtype) if callable(own) and not isinstance(value, (list, tuple, Mapping)) else value
+    def cast(self, value: Any) -> Any:
+        """Return `value` cast, objects by their `to` as Apex does; what holds nothing to cast is returned as it is."""
+        if isinstance(value, Tensor):
+            return value.to(self.dtype) if self.tensors and value.dtype in hs.formats.POLICY_DTYPES else value
+        if isinstance(value, (nn.Module, type)):  # a module would be changed for good
+            return value
+        if (opened := hs.trees.opened(value)) is not None:
+            items = [item for _, item in opened[0]]
+            made = list(map(self.cast, items))
+            if not all(map(is_, made, items)):
+                value = opened[1](made)
+        own = getattr(value, "to", None)
+        return own(self.dtype) if callable(own) and not isinstance(value, (list, tuple, Mapping)) else value
 
 
 def _cast_at_the_door(model: nn.Module, properties: Any, outputs: torch.dtype | None) -> None:

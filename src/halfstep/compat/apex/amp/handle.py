@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -257,9 +257,8 @@ class AmpHandle:
 
     It lies at the bottom of torch's stack of function modes, below what a ``with`` around `initialize` may have put
     there. It keeps no low copies of weights (models do, while they run), so none can be stale. Models are bound to the
-    same policy besides and cast in every thread.
-
-    `functions` are (module, name, replacement) of registered functions; `loss_scale` is that of the old API.
+    same policy besides and cast in every thread. The policy is the preset ``O1`` in the format `low`, with outputs as
+    they come and no loss scale; `loss_scale` is that of the old API. Casts that were on before are switched off first.
     """
 
     has_cache = True
@@ -267,9 +266,16 @@ class AmpHandle:
     cache: dict[Any, Tensor] = {}  # stays empty: a kept cast could be stale
 
     def __init__(
-        self, policy: hs.Policy, functions: Iterable[tuple[Any, str, Callable[..., Any]]],
-        loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
+        self, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False, *,
+        low: torch.dtype = torch.float16, allow_banned: bool = False,
     ) -> None:  # fmt: skip
+        close_casts()
+        _refuse_inside()
+        rules, functions = take_registered()
+        if allow_banned:
+            rules = [*((op, "fp32") for op, _ in functional_overrides.BANNED_FUNCS), *rules]
+        name = LOW_NAMES[low]
+        policy = hs.Policy.of("O1", name=f"apex O1 {name}", dtype=name, outputs="keep", scale="none", ops=tuple(rules))
         self.policy, self._loss_scale = policy, loss_scale
         self.has_cache, self.verbose = enable_caching, verbose
         self._is_active = True
@@ -282,7 +288,7 @@ class AmpHandle:
         self._originals = [(module, name, getattr(module, name)) for module, name, _ in functions]
         for module, name, function in functions:
             setattr(module, name, function)
-        _open.handle = self
+        _open.handle = _amp_state.handle = self
 
     def is_active(self) -> bool:
         """Return whether casts are on."""
@@ -414,46 +420,34 @@ class OptimWrapper:
 # ---------------------------------------------------------------------- init, and functions of one's own
 
 
-def half_function(fn: F) -> F:
-    """Cast the tensors that `fn` is given to the low format while O1's casts are on; a decorator."""
-    return _ruled(fn, "low")
+def _decorator(name: str, rule: str, format: str) -> Callable[[F], F]:
+    def decorate(fn: F) -> F:
+        if not callable(fn):
+            raise TypeError(f"amp's decorators take a function and got {fn!r}")
+        return hs.operator(rule)(fn)
+
+    decorate.__doc__ = f"Cast the tensors that `fn` is given to {format} while O1's casts are on; a decorator."
+    decorate.__name__ = decorate.__qualname__ = name
+    return decorate
 
 
-def float_function(fn: F) -> F:
-    """Cast the tensors that `fn` is given to fp32 while O1's casts are on; a decorator."""
-    return _ruled(fn, "fp32")
+def _registering(name: str, rule: str, format: str) -> Callable[[Any, str], None]:
+    def register(module: Any, name: str) -> None:
+        if not hasattr(module, name):
+            raise ValueError(f"No function named {name} in module {module}.")
+        _registered.append((module, name, rule))
+
+    register.__doc__ = f"Have what ``module.name`` is given cast to {format} from the next `initialize` or `init` on."
+    register.__name__ = register.__qualname__ = name
+    return register
 
 
-def promote_function(fn: F) -> F:
-    """Cast the tensors that `fn` is given to the widest of their formats while O1's casts are on; a decorator."""
-    return _ruled(fn, "widest")
-
-
-def _ruled(fn: F, rule: str) -> F:
-    if not callable(fn):
-        raise TypeError(f"amp's decorators take a function and got {fn!r}")
-    return hs.operator(rule)(fn)
-
-
-def register_half_function(module: Any, name: str) -> None:
-    """Have ``module.name`` take low tensors from the next `initialize` or `init` on."""
-    _register(module, name, "low")
-
-
-def register_float_function(module: Any, name: str) -> None:
-    """Have ``module.name`` take fp32 tensors from the next `initialize` or `init` on."""
-    _register(module, name, "fp32")
-
-
-def register_promote_function(module: Any, name: str) -> None:
-    """Have ``module.name`` take tensors of the widest of their formats from the next `initialize` or `init` on."""
-    _register(module, name, "widest")
-
-
-def _register(module: Any, name: str, rule: str) -> None:
-    if not hasattr(module, name):
-        raise ValueError(f"No function named {name} in module {module}.")
-    _registered.append((module, name, rule))
+half_function = _decorator("half_function", "low", "the low format")
+float_function = _decorator("float_function", "fp32", "fp32")
+promote_function = _decorator("promote_function", "widest", "the widest of its formats")
+register_half_function = _registering("register_half_function", "low", "the low format")
+register_float_function = _registering("register_float_function", "fp32", "fp32")
+register_promote_function = _registering("register_promote_function", "widest", "the widest of its formats")
 
 
 def take_registered() -> tuple[list[tuple[str, str]], list[tuple[Any, str, Callable[..., Any]]]]:
@@ -489,24 +483,8 @@ def init(
         allow_banned: compute F.binary_cross_entropy in fp32 instead of refusing low inputs.
     """
     if enabled:
-        return switch_on(torch.float16, loss_scale, enable_caching, verbose, allow_banned)
+        return AmpHandle(loss_scale, enable_caching, verbose, allow_banned=allow_banned)
     close_casts()
     _registered.clear()
     _amp_state.handle = handle = NoOpHandle()
-    return handle
-
-
-def switch_on(
-    low: torch.dtype, loss_scale: str | float = "dynamic", enable_caching: bool = True, verbose: bool = False,
-    allow_banned: bool = False,
-) -> AmpHandle:  # fmt: skip
-    """Do what `init` does in the format `low`: the preset ``O1``, with outputs as they come and no loss scale."""
-    close_casts()
-    _refuse_inside()
-    rules, functions = take_registered()
-    if allow_banned:
-        rules = [*((op, "fp32") for op, _ in functional_overrides.BANNED_FUNCS), *rules]
-    name = LOW_NAMES[low]
-    policy = hs.Policy.of("O1", name=f"apex O1 {name}", dtype=name, outputs="keep", scale="none", ops=tuple(rules))
-    _amp_state.handle = handle = AmpHandle(policy, functions, loss_scale, enable_caching, verbose)
     return handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.compat.mindspore import precision
-from halfstep.compat.mindspore.checks import MindSporeTypeError, check_bool, check_names
+from halfstep.compat.mindspore.checks import MindSporeTypeError, check_bool, check_names, check_type
 from halfstep.compat.shared import public
 from halfstep.torch_private.modules import NormBase
 
@@ -38,8 +39,7 @@ class Cell(nn.Module):
     def __init__(self, auto_prefix: bool = True, flags: dict[str, bool] | None = None) -> None:
         name = type(self).__name__
         check_bool(f"{name}: auto_prefix", auto_prefix)
-        if not (flags is None or isinstance(flags, dict)):
-            raise MindSporeTypeError(f"{name}: flags={flags!r}; expected a dict such as {{'fp16': True}}")
+        check_type(f"{name}: flags", flags, (dict, NoneType), "a dict such as {'fp16': True}")
         nn.Module.__init__(self)
         self.training = False
         if flags:

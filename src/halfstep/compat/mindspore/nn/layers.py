@@ -27,12 +27,6 @@ __all__ = [
 LAYOUTS = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
 
 
-def _check_layout(where: str, layout: object, allowed: str) -> None:
-    if layout != allowed:
-        remedy = "transpose the input, or use torch.channels_last"
-        raise MindSporeValueError(f"{where}: data_format={layout!r}; only {allowed!r} exists here: {remedy}")
-
-
 class Layer(Cell):
     """A cell that is torch's layer too.
 
@@ -74,6 +68,11 @@ class Layer(Cell):
         return self.kind.forward(self, *inputs, **named)
 
 
+def _named(base: type[Layer], kind: type[nn.Module], doc: str) -> Any:
+    """Return a layer with the arguments of `base` and the name of torch's `kind`, whose forward computes."""
+    return type(kind.__name__, (base, kind), {"__doc__": doc, "__module__": __name__})
+
+
 # ------------------------------------------------------------------------------------------------ no more than torch's
 
 
@@ -84,12 +83,8 @@ class ReLU(Layer, nn.ReLU):
         self.make()
 
 
-class Sigmoid(Layer, nn.Sigmoid):
-    """1 / (1 + exp(-x))."""
-
-
-class Tanh(Layer, nn.Tanh):
-    """Hyperbolic tangent."""
+Sigmoid = _named(Layer, nn.Sigmoid, "1 / (1 + exp(-x)).")
+Tanh = _named(Layer, nn.Tanh, "Hyperbolic tangent.")
 
 
 class GELU(Layer, nn.GELU):
@@ -202,12 +197,8 @@ class _Gated(Layer):
         self.make(input_size, hidden_size, has_bias, dtype=dtype)
 
 
-class LSTMCell(_Gated, nn.LSTMCell):
-    """One step of an LSTM; returns the next hidden state, a pair."""
-
-
-class GRUCell(_Gated, nn.GRUCell):
-    """One step of a GRU; returns the next hidden state."""
+LSTMCell = _named(_Gated, nn.LSTMCell, "One step of an LSTM; returns the next hidden state, a pair.")
+GRUCell = _named(_Gated, nn.GRUCell, "One step of a GRU; returns the next hidden state.")
 
 
 # ---------------------------------------------------------------------------------------------------- normalisation
@@ -226,7 +217,7 @@ class _Norm(Layer):
         self.fill("beta_init", self.bias, beta_init)
 
 
-class _BatchNorm(_Norm):
+class _BatchNormalisation(_Norm):
     """A batch normalisation with MindSpore's arguments.
 
     Args:
@@ -255,11 +246,10 @@ class _BatchNorm(_Norm):
     ) -> None:  # fmt: skip
         name = type(self).__name__
         share = checks.check_number(f"{name}: momentum", momentum, "the share of the old, 0 to 1")
-        if not 0.0 <= share <= 1.0:
-            raise MindSporeValueError(f"{name}: momentum={momentum!r}; expected the share of the old, 0 to 1")
+        checks.check_value(f"{name}: momentum", momentum, 0.0 <= share <= 1.0, "the share of the old, 0 to 1")
         if use_batch_statistics not in (None, True, False):
             raise MindSporeTypeError(f"{name}: use_batch_statistics={use_batch_statistics!r}; True, False or None")
-        _check_layout(name, data_format, "NCHW")
+        checks.check_layout(name, data_format, "NCHW")
         self.make(num_features, eps=eps, momentum=1.0 - momentum, affine=True, dtype=dtype)
         for statistics in (self.running_mean, self.running_var):
             statistics.data = statistics.data.float()
@@ -282,16 +272,10 @@ class _BatchNorm(_Norm):
         return F.batch_norm(x, *statistics, self.weight, self.bias, batch, self.momentum, self.eps)
 
 
-class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """Batch normalisation of (batch, channels) or (batch, channels, length)."""
-
-
-class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """Batch normalisation of (batch, channels, height, width)."""
-
-
-class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """Batch normalisation of (batch, channels, depth, height, width)."""
+OF = "Batch normalisation of (batch, channels{})."
+BatchNorm1d = _named(_BatchNormalisation, nn.BatchNorm1d, OF.format(") or (batch, channels, length"))
+BatchNorm2d = _named(_BatchNormalisation, nn.BatchNorm2d, OF.format(", height, width"))
+BatchNorm3d = _named(_BatchNormalisation, nn.BatchNorm3d, OF.format(", depth, height, width"))
 
 
 class LayerNorm(_Norm, nn.LayerNorm):
@@ -379,8 +363,7 @@ class _Conv(Layer, Windowed):
     ) -> None:  # fmt: skip
         name = type(self).__name__
         dims = self.dims = int(self.kind.__name__[-2])  # of nn.Conv2d and nn.ConvTranspose2d: 2
-        if data_format != "":
-            _check_layout(name, data_format, LAYOUTS[dims])
+        checks.check_layout(name, data_format, "", LAYOUTS[dims])
         self.set_window(name, dims, kernel_size, stride, pad_mode, padding, dilation, group)
         settings = {"stride": self.stride, "dilation": self.dilation, "groups": group, "bias": has_bias}
         self.make(in_channels, out_channels, self.kernel_size, dtype=dtype, **settings)
@@ -392,16 +375,9 @@ class _Conv(Layer, Windowed):
         return self.convolve(x, self.weight, self.bias)
 
 
-class Conv1d(_Conv, nn.Conv1d):
-    """One-dimensional convolution."""
-
-
-class Conv2d(_Conv, nn.Conv2d):
-    """Two-dimensional convolution."""
-
-
-class Conv3d(_Conv, nn.Conv3d):
-    """Three-dimensional convolution."""
+Conv1d = _named(_Conv, nn.Conv1d, "One-dimensional convolution.")
+Conv2d = _named(_Conv, nn.Conv2d, "Two-dimensional convolution.")
+Conv3d = _named(_Conv, nn.Conv3d, "Three-dimensional convolution.")
 
 
 class _Transposed(_Conv):
@@ -468,11 +444,11 @@ class _Pool(Cell, Windowed):
         """Check the settings; `padded` are the names of those for pad_mode "pad" alone, `given`: any is."""
         super().__init__()
         name = type(self).__name__
-        _check_layout(name, data_format, LAYOUTS[2])
+        checks.check_layout(name, data_format, LAYOUTS[2])
         self.set_window(name, 2, kernel_size, stride, str(pad_mode).lower(), padding)
         self.both = self.pad[0::2]
-        if self.pad_mode == "pad" and self.both != self.pad[1::2]:
-            raise MindSporeValueError(f"{name}: padding={padding!r}; expected the same before and after")
+        even = self.pad_mode != "pad" or self.both == self.pad[1::2]
+        checks.check_value(f"{name}: padding", padding, even, "the same before and after")
         if self.pad_mode != "pad" and given:
             raise MindSporeValueError(f"{name}: {padded} belong to pad_mode='pad', not {pad_mode!r}")
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_bool, check_network
+from halfstep.compat.mindspore import checks
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
 from halfstep.compat.mindspore.nn.cell import Cell
 from halfstep.formats import LOW_DTYPES
 from halfstep.torch_private.modules import TorchLoss
@@ -31,9 +32,8 @@ class LossBase(Cell, TorchLoss):
     """
 
     def __init__(self, reduction: str = "mean") -> None:
-        if reduction not in ("mean", "sum", "none"):
-            name = type(self).__name__
-            raise MindSporeValueError(f"{name}: reduction={reduction!r}; expected one of 'mean', 'sum', 'none'")
+        known = reduction in ("mean", "sum", "none")
+        checks.check_value(f"{type(self).__name__}: reduction", reduction, known, "one of 'mean', 'sum', 'none'")
         Cell.__init__(self)
         self.reduction = reduction
 
@@ -67,7 +67,7 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
 
     def __init__(self, sparse: bool = False, reduction: str = "none") -> None:
         super().__init__(reduction)
-        check_bool("SoftmaxCrossEntropyWithLogits: sparse", sparse)
+        checks.check_bool("SoftmaxCrossEntropyWithLogits: sparse", sparse)
         self.sparse = sparse
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class WithLossCell(Cell):
 
     def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
-        check_network("WithLossCell", backbone, loss_fn)
+        checks.check_network("WithLossCell", backbone, loss_fn)
         self.backbone, self.loss_fn = backbone, loss_fn
 
     backbone_network = property(lambda self: self.backbone, doc="The network without its loss.")
@@ -168,8 +168,8 @@ class WithEvalCell(Cell):
 
     def __init__(self, network: nn.Module, loss_fn: Callable[..., Any] | None, add_cast_fp32: bool = False) -> None:
         super().__init__()
-        check_network("WithEvalCell", network, callable if loss_fn is None else loss_fn)
-        check_bool("WithEvalCell: add_cast_fp32", add_cast_fp32)
+        checks.check_network("WithEvalCell", network, callable if loss_fn is None else loss_fn)
+        checks.check_bool("WithEvalCell: add_cast_fp32", add_cast_fp32)
         self.network, self.loss_fn, self.add_cast_fp32 = network, loss_fn, add_cast_fp32
 
     def construct(self, data: Any, label: Any) -> tuple[Any, Any, Any]:

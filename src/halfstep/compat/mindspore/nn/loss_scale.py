@@ -46,8 +46,8 @@ def _scaler(preset: str, init: float, factor: float, window: int, backoff: float
 def check_scale(where: str, value: Any, low: float = 1.0, expected: str = "") -> float:
     """Return a loss scale, or another number of at least `low` that float32 can hold, as a float."""
     number = checks.check_number(where, value, expected or "a number, float or int, such as 1024.0")
-    if not low <= value <= hs.formats.FP32.max:
-        raise MindSporeValueError(f"{where}={value!r}; expected {expected or f'a finite number of at least {low:g}'}")
+    fits = low <= value <= hs.formats.FP32.max
+    checks.check_value(where, value, fits, expected or f"a finite number of at least {low:g}")
     return number
 
 
@@ -313,8 +313,8 @@ class DynamicLossScaler(_OnScaler):
                 raise MindSporeTypeError(f"{name}: {value!r}; expected one whole number")
             value = int(value)
         expected = f"good steps from 0 and below scale_window={self.scale_window}"
-        if checks.check_whole(name, value, expected, least=0) >= self.scale_window:
-            raise MindSporeValueError(f"{name}={value!r}; expected {expected}")
+        count = checks.check_whole(name, value, expected, least=0)
+        checks.check_value(name, value, count < self.scale_window, expected)
         self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": value})
 
     def adjust(self, grads_finite: Tensor | bool) -> bool:

@@ -41,8 +41,7 @@ class Optimizer(torch.optim.Optimizer):
     def _set_loss_scale(self, loss_scale: float) -> None:
         where = f"{type(self).__name__}: loss_scale"
         self.loss_scale = checks.check_number(where, loss_scale)
-        if not 0.0 < self.loss_scale < float("inf"):
-            raise MindSporeValueError(f"{where}={loss_scale!r}; expected a number above 0")
+        checks.check_value(where, loss_scale, 0.0 < self.loss_scale < float("inf"), "a number above 0")
         if self.loss_scale != 1.0:
             self.register_step_pre_hook(_divide)
 
@@ -206,8 +205,7 @@ class AdamWeightDecay(Optimizer, WrittenOptimizer):
     ) -> None:  # fmt: skip
         groups, self._order = _grouped("AdamWeightDecay", params, weight_decay)
         for name, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not 0.0 < beta < 1.0:
-                raise MindSporeValueError(f"AdamWeightDecay: {name}={beta!r}; expected a number between 0 and 1")
+            checks.check_value(f"AdamWeightDecay: {name}", beta, 0.0 < beta < 1.0, "a number between 0 and 1")
         rate = _rate("AdamWeightDecay", learning_rate)
         defaults = {"lr": rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
         torch.optim.Optimizer.__init__(self, groups, defaults)

@@ -205,6 +205,5 @@ def _scalar(where: str, value: Any) -> Tensor:
         value = float(value)
     checks.check_number(where, value, "a tensor of one element")
     number = torch.tensor(value, dtype=torch.float32)
-    if not (bool(number.isfinite()) and float(number) > 0):
-        raise MindSporeValueError(f"{where}={value!r}; expected a scale above 0 that float32 can hold")
+    checks.check_value(where, value, 0.0 < float(number) < float("inf"), "a scale above 0 that float32 can hold")
     return number

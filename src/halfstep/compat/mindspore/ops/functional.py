@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import halfstep as hs
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, check_type, check_value
 from halfstep.compat.mindspore.ops.shapes import Size, Windowed
 from halfstep.compat.shared import public
 
@@ -75,8 +75,7 @@ def conv2d(
 
 def cast(input: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return `input` in `dtype`."""
-    if not isinstance(dtype, torch.dtype):
-        raise MindSporeTypeError(f"cast: dtype={dtype!r}; expected one of mindspore.dtype, such as mstype.float16")
+    check_type("cast: dtype", dtype, torch.dtype, "one of mindspore.dtype, such as mstype.float16")
     return torch.as_tensor(input).to(dtype)
 
 
@@ -91,8 +90,7 @@ def mixed_precision_cast(dst_type: torch.dtype, x: Any) -> Any:
 
 def flatten(input: Tensor, order: str = "C", *, start_dim: int = 1, end_dim: int = -1) -> Tensor:
     """Return `input` with the dimensions from `start_dim` to `end_dim` as one."""
-    if order != "C":
-        raise MindSporeValueError(f"flatten: order={order!r}; torch's tensors are read in order 'C'")
+    check_value("flatten: order", order, order == "C", "'C', in which torch's tensors are read")
     return torch.flatten(input, start_dim, end_dim)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.checks import MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeValueError, check_layout, check_value
 from halfstep.compat.mindspore.ops.functional import mean, softmax
 from halfstep.compat.mindspore.ops.shapes import Size, Windowed, sizes
 from halfstep.compat.shared import with_settings
@@ -106,10 +106,8 @@ class _Conv(Primitive, Windowed):
         stride: Size = 1, dilation: Size = 1, group: int = 1, data_format: str = "",
     ) -> None:  # fmt: skip
         name, dims = type(self).__name__, self._dims
-        if data_format not in ("", "NCHW" if dims == 2 else "NCDHW"):
-            raise MindSporeValueError(f"{name}: data_format={data_format!r}; channels come second here")
-        if mode != 1:
-            raise MindSporeValueError(f"{name}: mode={mode!r}; only 1, a plain convolution, exists")
+        check_layout(name, data_format, "", "NCHW" if dims == 2 else "NCDHW")
+        check_value(f"{name}: mode", mode, mode == 1, "1, a plain convolution")
         self.out_channel = out_channel
         self.set_window(name, dims, kernel_size, stride, pad_mode, pad, dilation, group)
 
@@ -182,8 +180,7 @@ class MaxPool(Primitive, Windowed):
     def __init__(
         self, kernel_size: Size = 1, strides: Size = 1, pad_mode: str = "valid", data_format: str = "NCHW"
     ) -> None:
-        if data_format != "NCHW":
-            raise MindSporeValueError(f"MaxPool: data_format={data_format!r}; channels come second here")
+        check_layout("MaxPool", data_format, "NCHW")
         self.set_window("MaxPool", 2, kernel_size, strides, pad_mode.lower(), 0)
 
     def _compute(self, x: Tensor) -> Tensor:
@@ -196,8 +193,7 @@ class BiasAdd(Primitive):
     operators = ("add",)
 
     def __init__(self, data_format: str = "NCHW") -> None:
-        if data_format not in ("NCHW", "NCDHW"):
-            raise MindSporeValueError(f"BiasAdd: data_format={data_format!r}; channels come second here")
+        check_layout("BiasAdd", data_format, "NCHW", "NCDHW")
 
     def _compute(self, x: Tensor, bias: Tensor) -> Tensor:
         return torch.add(x, bias.reshape(-1, *[1] * (x.dim() - 2)))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError
+from halfstep.compat.mindspore.checks import MindSporeTypeError, MindSporeValueError, check_value
 
 Size = int | Sequence[int]
 
@@ -26,13 +26,12 @@ def sizes(name: str, value: Size, dims: int) -> tuple[int, ...]:
 
 def _check_padding(where: str, pad_mode: str, padding: Size, dims: int) -> tuple[int, ...]:
     """Return the padding as (begin, end) of each dimension, first dimension first."""
-    if pad_mode not in PAD_MODES:
-        raise MindSporeValueError(f"{where}: pad_mode={pad_mode!r}; expected one of {', '.join(map(repr, PAD_MODES))}")
+    check_value(f"{where}: pad_mode", pad_mode, pad_mode in PAD_MODES, f"one of {', '.join(map(repr, PAD_MODES))}")
     each = (padding,) * (2 * dims) if isinstance(padding, int) else tuple(padding)
     if len(each) == dims and dims > 1:
         each = tuple(n for n in each for _ in range(2))
-    if len(each) != 2 * dims or any(n < 0 for n in each):
-        raise MindSporeValueError(f"{where}: padding={padding!r}; expected a number from 0, or {2 * dims} of them")
+    fits = len(each) == 2 * dims and all(n >= 0 for n in each)
+    check_value(f"{where}: padding", padding, fits, f"a number from 0, or {2 * dims} of them")
     if pad_mode != "pad" and any(each):
         raise MindSporeValueError(
             f"{where}: padding={padding!r} beside pad_mode={pad_mode!r}, which says the padding; use pad_mode='pad'"

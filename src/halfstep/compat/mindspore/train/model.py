@@ -65,9 +65,8 @@ class Model:
                 f"Model(amp_level={amp_level!r}) without an optimizer trains nothing; pass one, or convert the network "
                 "for inference with amp.auto_mixed_precision(network, level)"
             )
-        if eval_indexes is not None and (not isinstance(eval_indexes, (list, tuple)) or len(eval_indexes) != 3):
-            expected = "the places of loss, output and label"
-            raise MindSporeValueError(f"Model: eval_indexes={eval_indexes!r}; expected {expected}")
+        three = eval_indexes is None or (isinstance(eval_indexes, (list, tuple)) and len(eval_indexes) == 3)
+        checks.check_value("Model: eval_indexes", eval_indexes, three, "the places of loss, output and label")
         self._indexes = [0, 1, 2] if eval_indexes is None else [int(index) for index in eval_indexes]
         self.predict_network, self._manager = network, kwargs.get("loss_scale_manager")
         self.train_network: nn.Module | None = None
@@ -95,9 +94,8 @@ class Model:
             initial_epoch: epochs that were trained before; training goes on up to `epoch`.
         """
         checks.check_whole("Model.train: epoch", epoch)
-        if isinstance(initial_epoch, bool) or not isinstance(initial_epoch, int) or not 0 <= initial_epoch < epoch:
-            expected = f"an int from 0 and below epoch={epoch}"
-            raise MindSporeValueError(f"Model.train: initial_epoch={initial_epoch!r}; expected {expected}")
+        fits = type(initial_epoch) is int and 0 <= initial_epoch < epoch
+        checks.check_value("Model.train: initial_epoch", initial_epoch, fits, f"an int from 0 and below {epoch=}")
         called = _callbacks("Model.train", train_dataset, callbacks, dataset_sink_mode, sink_size)
         if self.train_network is None:
             raise MindSporeValueError("Model: no optimizer was given; Model(network, loss_fn, optimizer) can train")
