@@ -1,4 +1,4 @@
-"""megengine.functional.math: reductions, products and orders. `axis` is a number, several, or None for all."""
+"""megengine.functional.math: reductions, products, orders, the metric. `axis`: a number, several, or None for all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.formats import LOW_DTYPES
 
 __all__ = [
     "argmax", "argmin", "argsort", "cumsum", "dot", "matinv", "matmul", "max", "mean", "min", "norm", "normalize",
-    "prod", "sort", "std", "sum", "topk", "var",
+    "prod", "sort", "std", "sum", "topk", "topk_accuracy", "var",
 ]  # fmt: skip
 
 Axis = int | Sequence[int] | None
@@ -109,3 +109,12 @@ def matmul(
     check_modes("matmul", compute_mode)
     left = inp1.mT if transpose_a and inp1.dim() > 1 else inp1
     return torch.matmul(left, inp2.mT if transpose_b and inp2.dim() > 1 else inp2)
+
+
+def topk_accuracy(logits: Tensor, target: Tensor, topk: int | Sequence[int] = 1) -> Tensor | list[Tensor]:
+    """Return the share of samples whose label is among the `topk` largest logits, one for each number."""
+    counts = [topk] if isinstance(topk, int) else list(topk)
+    best = torch.topk(logits, sorted(counts)[-1], dim=-1).indices
+    hits = best == target.long().unsqueeze(-1)
+    shares = [hits[..., :count].any(-1).float().mean() for count in counts]
+    return shares[0] if isinstance(topk, int) else shares
