@@ -18,13 +18,13 @@ from halfstep.errors import ScaleError
 
 __all__ = ["GradScaler"]
 
-KEYS = ("scale_factor", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+NUMBERS = ("growth_factor", "backoff_factor", "growth_interval")
+KEYS = ("scale_factor", *NUMBERS, "_growth_tracker")
 
 
 def _number(name: str, kind: Callable[[Any], Any], doc: str) -> Any:
     def change(scaler: GradScaler, value: Any) -> None:
-        core = scaler._core.state_dict()
-        scaler._go_on({**scaler._numbers, name: value}, core["scale"], core["_growth_tracker"])
+        scaler._go_on({**scaler.state_dict(), name: value})
 
     return property(lambda scaler: kind(scaler._numbers[name]), change, doc=f"{doc}. Can be set.")
 
@@ -51,9 +51,7 @@ class GradScaler:
         self, init_scale: float = 2.0**4, growth_factor: float = 2.0, backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:  # fmt: skip
-        numbers = (growth_factor, backoff_factor, growth_interval)
-        self._numbers: dict[str, Any] = dict(zip(KEYS[1:4], numbers, strict=True))
-        self._core = hs.GradScaler(rule=_rule(init_scale, **self._numbers))
+        self._go_on(dict(zip(KEYS, (init_scale, growth_factor, backoff_factor, growth_interval, 0), strict=True)))
         self._epoch = object()  # another one whenever the scale may have moved
         self._found: bool | None = None  # None: nothing unscaled since the last update
 
@@ -220,25 +218,23 @@ class GradScaler:
         missing = [key for key in KEYS if key not in state]
         if missing:
             raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")
-        self._go_on({key: state[key] for key in KEYS[1:4]}, state["scale_factor"], state["_growth_tracker"])
+        self._go_on(state)
         self._epoch, self._found = object(), None
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value!r}" for name, value in self._numbers.items())
         return f"GradScaler(init_scale={self._core.rule.init!r}, {numbers})"
 
-    def _go_on(self, numbers: dict[str, Any], scale: Any, tracker: Any) -> None:
-        """Replace the rule's numbers, the scale and the good steps counted so far; nothing if one makes no sense."""
-        core = hs.GradScaler(rule=_rule(scale, **numbers))
-        core.load_state_dict({**core.state_dict(), "scale": scale, "_growth_tracker": tracker})
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, which has `KEYS`; nothing changes if a number makes no sense."""
+        numbers = {key: state[key] for key in NUMBERS}
+        growth, backoff, interval = numbers.values()
+        if interval == 0 or growth == 0:  # the scale never moves
+            growth, backoff, interval = 1.0, 1.0, 1
+        rule = dataclasses.replace(
+            hs.GradScaler(rule="megengine").rule, init=state["scale_factor"], growth=growth, backoff=backoff,
+            interval=interval,
+        )  # fmt: skip
+        core = hs.GradScaler(rule=rule)
+        core.load_state_dict({**core.state_dict(), "_growth_tracker": state["_growth_tracker"]})
         self._core, self._numbers = core, numbers
-
-
-def _rule(init_scale: float, *, growth_factor: float, backoff_factor: float, growth_interval: int) -> hs.ScaleRule:
-    """Return the preset "megengine" with other numbers; zeros make a scale that never moves."""
-    preset = hs.GradScaler(rule="megengine").rule
-    if growth_interval == 0 or growth_factor == 0:
-        growth_factor, backoff_factor, growth_interval = 1.0, 1.0, 1
-    return dataclasses.replace(
-        preset, init=init_scale, growth=growth_factor, backoff=backoff_factor, interval=growth_interval
-    )
