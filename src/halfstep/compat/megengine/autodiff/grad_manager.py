@@ -124,17 +124,15 @@ class GradManagerGroup:
         Raises:
             StepError: it is recording already.
         """
-        if any(manager._recording for manager in self._members):
+        if any(manager in group for group in _recording.groups for manager in self._members):
             raise StepError("GradManager.record: it is recording already; use one manager for each nested `with`")
         for manager in self._members:
-            manager._recording = True
             manager.statistics.watch()
         _recording.groups.append(list(self._members))
 
     def release(self) -> None:
         """End without gradients; also after `backward`. Nothing happens if it is not recording."""
         for manager in self._members:
-            manager._recording = False
             manager.statistics.unwatch()
         groups = [[other for other in group if other not in self._members] for group in _recording.groups]
         _recording.groups = [group for group in groups if group]
@@ -158,7 +156,7 @@ class GradManagerGroup:
                         "waits to be unscaled, and one that is not scaled would be added to it; go backward with "
                         "scaler.backward(gm, y) too, or unscale and clear it first"
                     )
-        if not all(manager._recording for manager in self._members):
+        if not all(any(manager in group for group in _recording.groups) for manager in self._members):
             raise StepError(
                 "GradManager.backward: no computation history; call it once, inside `with gm:` or between record() and "
                 "release(), and after the forward pass"
@@ -199,7 +197,6 @@ class GradManager(GradManagerGroup):
 
     def __init__(self) -> None:
         self._attached = WeakTensorKeyDictionary()  # tensor -> its callbacks
-        self._recording = False
         self._going = False  # whether its backward pass runs
         self.statistics = NormBuffers()
 
