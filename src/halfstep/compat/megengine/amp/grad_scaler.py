@@ -52,7 +52,7 @@ class GradScaler:
         growth_interval: int = 2000,
     ) -> None:  # fmt: skip
         self._go_on(dict(zip(KEYS, (init_scale, growth_factor, backoff_factor, growth_interval, 0), strict=True)))
-        self._epoch = object()  # another one whenever the scale may have moved
+        self._copies: dict[torch.device, Tensor] = {}  # of the scale, until it may have moved
         self._found: bool | None = None  # None: nothing unscaled since the last update
 
     @property
@@ -63,7 +63,7 @@ class GradScaler:
     @scale_factor.setter
     def scale_factor(self, value: float) -> None:
         self._core.update(value)
-        self._epoch = object()
+        self._copies = {}
 
     growth_factor = _number("growth_factor", float, "The scale's factor after `growth_interval` good steps")
     backoff_factor = _number("backoff_factor", float, "The scale's factor at a bad step")
@@ -154,7 +154,7 @@ class GradScaler:
             else:
                 mark(tensor.grad, UNSCALED)
         for manager in managers_of(attached):
-            manager.statistics.settle(bad=bad)
+            manager._settle(bad=bad)
         self._found = bool(self._found) or bad
         return self
 
@@ -162,15 +162,15 @@ class GradScaler:
         """Bring gradients that wait to be unscaled to the present scale, which may have moved since they were made."""
         for tensor in tensors:
             _, made = getattr(tensor.grad, MARK, ("", None))
-            if tensor.grad is None or made is None or made[0] is self._epoch:
-                continue
-            present = self._present(tensor.grad)
-            tensor.grad = (tensor.grad * (present[1] / made[1])).to(tensor.grad.dtype)
-            mark(tensor.grad, SCALED, present)
+            if tensor.grad is not None and made is not None and made is not (present := self._present(tensor.grad)):
+                tensor.grad = (tensor.grad * (present / made)).to(tensor.grad.dtype)
+                mark(tensor.grad, SCALED, present)
 
-    def _present(self, gradient: Tensor) -> tuple[object, Tensor]:
-        """Return what is replaced whenever the scale may move, and a copy of the scale."""
-        return self._epoch, self._core.scale_on(gradient.device).clone()
+    def _present(self, gradient: Tensor) -> Tensor:
+        """Return a copy of the scale, the same one as long as the scale does not move."""
+        if gradient.device not in self._copies:
+            self._copies[gradient.device] = self._core.scale_on(gradient.device).clone()
+        return self._copies[gradient.device]
 
     def update(self, new_scale: float | None = None) -> None:
         """Update the scale after a step, or set it.
@@ -181,7 +181,7 @@ class GradScaler:
         Raises:
             ScaleError: nothing was unscaled since the last update, or a scale that cannot be.
         """
-        self._epoch = object()
+        self._copies = {}
         if new_scale is not None:
             if self.growth_interval == 0 or self.growth_factor == 0:
                 warnings.warn(
@@ -219,7 +219,7 @@ class GradScaler:
         if missing:
             raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")
         self._go_on(state)
-        self._epoch, self._found = object(), None
+        self._copies, self._found = {}, None
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value!r}" for name, value in self._numbers.items())
