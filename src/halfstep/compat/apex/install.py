@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from types import ModuleType
+from typing import Any
 
 from halfstep.errors import HalfstepError
 
@@ -109,13 +110,7 @@ def _taken() -> dict[str, ModuleType]:
 
 def _real_amp() -> bool:  # without importing it
     known = sys.modules.get("apex")
-    if known is not None:
-        return hasattr(known, "amp") or "apex.amp" in sys.modules or _has_amp(getattr(known, "__path__", None))
-    spec = importlib.util.find_spec("apex")
-    return spec is not None and _has_amp(spec.submodule_search_locations)
-
-
-def _has_amp(locations: object) -> bool:
-    if not locations:
-        return False
-    return importlib.machinery.PathFinder.find_spec("apex.amp", list(locations)) is not None  # type: ignore[call-overload]
+    spec = importlib.util.find_spec("apex") if known is None else None
+    places: Any = getattr(known, "__path__", None) if spec is None else spec.submodule_search_locations
+    found = importlib.machinery.PathFinder.find_spec("apex.amp", list(places)) if places else None
+    return found is not None or hasattr(known, "amp")

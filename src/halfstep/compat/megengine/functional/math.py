@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.compat.megengine.functional.nn import check_modes
@@ -61,9 +60,7 @@ def norm(inp: Tensor, ord: float | None = None, axis: int | None = None, keepdim
 
 def normalize(inp: Tensor, ord: float | None = None, axis: int | None = None, eps: float = 1e-12) -> Tensor:
     """Return `inp` divided by its norm along `axis`."""
-    if axis is None:
-        return inp / norm(inp, ord).clamp_min(eps)
-    return F.normalize(inp, 2.0 if ord is None else ord, axis, eps)
+    return inp / norm(inp, ord, axis, keepdims=axis is not None).clamp_min(eps)
 
 
 def _place(function: Callable[..., Tensor]) -> Callable[..., Any]:
