@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -133,9 +132,7 @@ class GradManagerGroup:
         self.record()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def __or__(self, other: GradManagerGroup) -> GradManagerGroup:
