@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import halfstep as hs
 from halfstep.compat.apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 STEPS = 5
@@ -214,6 +215,31 @@ def test_what_apex_took_away_or_keeps_elsewhere_is_explained() -> None:
         FusedAdam(torch.ones(2))
     assert FusedAdam(parameters(), capturable=True).defaults["capturable"]
     assert FusedAdam(parameters()).defaults["fused"] and FusedSGD(parameters(), lr=0.1).defaults["fused"]
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, hs.GradScaler])
+@pytest.mark.parametrize("kind", ["sgd", "sgd, decay after", "adam", "adam, one group without correction"])
+def test_steps_of_a_scaler_have_gradients_without_scale_and_leave_out_what_is_not_finite(
+    kind: str, scaler: Any
+) -> None:
+    p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer: torch.optim.Optimizer
+    if kind.startswith("sgd"):
+        optimizer = FusedSGD([p, q], lr=0.5, momentum=0.9, wd_after_momentum="after" in kind)
+    else:
+        optimizer = FusedAdam(
+            [{"params": [p]}, {"params": [q], "bias_correction": "without" not in kind}], lr=0.5, eps=1.0
+        )
+    scale = scaler("cpu", init_scale=8.0)
+    moved = []
+    for factor in (0.5, math.inf):
+        optimizer.zero_grad()
+        scale.scale((p * factor).sum() + (q * factor).sum()).backward()
+        scale.step(optimizer)
+        scale.update()
+        moved.append(p.detach().clone())
+    assert torch.equal(*moved)
+    assert moved[0].tolist() == pytest.approx([0.75 if kind.startswith("sgd") else 1 - 0.5 * 0.5 / 1.5] * 2)
 
 
 @pytest.mark.parametrize("lowered", ["before", "after"])

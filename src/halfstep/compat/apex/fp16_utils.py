@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.compat.apex.amp.scaler import LossScaler as AmpLossScaler
 from halfstep.compat.shared import alias
-from halfstep.torch_private.modules import BatchNormBase, flatten_dense_tensors, unflatten_dense_tensors
+from halfstep.torch_private.modules import BatchNormBase, apply_of, flatten_dense_tensors, unflatten_dense_tensors
 
 __all__ = [
     "BN_convert_float", "DynamicLossScaler", "FP16Model", "FP16_Optimizer", "LossScaler", "clip_grad_norm",
@@ -50,15 +50,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Convert the floating parameters, gradients and buffers that `module` itself owns to `dtype`, in place."""
-    for parameter in module.parameters(recurse=False):
-        if parameter.is_floating_point():
-            gradient = parameter.grad
-            parameter.data = parameter.data.to(dtype)
-            if gradient is not None:
-                parameter.grad = gradient.to(dtype)
-    for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_floating_point():
-            module._buffers[name] = buffer.to(dtype)
+    apply_of(nn.Module)(module, lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -8,25 +8,23 @@ import importlib.machinery
 import importlib.util
 import sys
 from types import ModuleType
+from typing import Any
 
 from halfstep.errors import HalfstepError
 
 HERE = "halfstep.compat.apex"
-NAMES = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-"""Submodules of ``apex`` that exist here."""
-
-AMP = ("_process_optimizer", "frontend", "handle", "lists", "scaler")
-MERGED = {"_amp_state": "_process_optimizer", "_initialize": "frontend", "amp": "handle", "opt": "handle"}
-"""Submodules of ``apex.amp``, and those whose names are in another one here."""
-
 FILES = {
+    "amp": ("_process_optimizer", "frontend", "handle", "lists", "scaler"),
     "fp16_utils": ("fp16_optimizer", "fp16util", "loss_scaler"),
     "multi_tensor_apply": ("multi_tensor_apply",),
     "normalization": ("fused_layer_norm",),
     "optimizers": ("fused_adagrad", "fused_adam", "fused_lamb", "fused_novograd", "fused_sgd"),
     "parallel": ("LARC", "distributed", "optimized_sync_batchnorm", "sync_batchnorm"),
 }
-"""Submodules of Apex that scripts name: each has all names of its package."""
+"""Packages of Apex, and their submodules that scripts name: those of amp are here too, the others are their package."""
+
+MERGED = {"_amp_state": "_process_optimizer", "_initialize": "frontend", "amp": "handle", "opt": "handle"}
+"""Submodules of ``apex.amp`` whose names are in another one here."""
 
 ABSENT = {
     "RNN": "recurrent layers of torch.nn work under every opt_level",
@@ -85,14 +83,11 @@ def install(*, force: bool = False) -> bool:
     package.__spec__ = importlib.machinery.ModuleSpec("apex", None, is_package=True)
     package.DeprecatedFeatureWarning = DeprecatedFeatureWarning  # type: ignore[attr-defined]
     modules = {"apex": package}
-    for name in NAMES:
-        module = importlib.import_module(f"{HERE}.{name}")
-        setattr(package, name, module)
-        modules[f"apex.{name}"] = module
-    for name in (*AMP, *MERGED):
-        modules[f"apex.amp.{name}"] = importlib.import_module(f"{HERE}.amp.{MERGED.get(name, name)}")
     for name, files in FILES.items():
-        modules.update({f"apex.{name}.{file}": modules[f"apex.{name}"] for file in files})
+        module = modules[f"apex.{name}"] = importlib.import_module(f"{HERE}.{name}")
+        setattr(package, name, module)
+        modules.update({f"apex.{name}.{file}": sys.modules.get(f"{HERE}.{name}.{file}", module) for file in files})
+    modules.update({f"apex.amp.{name}": modules[f"apex.amp.{here}"] for name, here in MERGED.items()})
     _before.update(_taken())
     sys.modules.update(modules)
     sys.meta_path.append(_absent)
@@ -115,13 +110,7 @@ def _taken() -> dict[str, ModuleType]:
 
 def _real_amp() -> bool:  # without importing it
     known = sys.modules.get("apex")
-    if known is not None:
-        return hasattr(known, "amp") or "apex.amp" in sys.modules or _has_amp(getattr(known, "__path__", None))
-    spec = importlib.util.find_spec("apex")
-    return spec is not None and _has_amp(spec.submodule_search_locations)
-
-
-def _has_amp(locations: object) -> bool:
-    if not locations:
-        return False
-    return importlib.machinery.PathFinder.find_spec("apex.amp", list(locations)) is not None  # type: ignore[call-overload]
+    spec = importlib.util.find_spec("apex") if known is None else None
+    places: Any = getattr(known, "__path__", None) if spec is None else spec.submodule_search_locations
+    found = importlib.machinery.PathFinder.find_spec("apex.amp", list(places)) if places else None
+    return found is not None or hasattr(known, "amp")

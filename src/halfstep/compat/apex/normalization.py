@@ -39,24 +39,17 @@ class FusedRMSNorm(_Fused, nn.RMSNorm):
 
 
 class _Mixed(_Fused):
-    weight: Any
-    normalized_shape: Any
-    eps: Any
-    _function: Any
-
     def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        name = type(self).__name__
-        if not kwargs.pop("elementwise_affine", True):
-            raise RuntimeError(
-                f"{name}(elementwise_affine=False): there is no weight; use {name.removeprefix('Mixed')}"
-            )
-        if kwargs:
-            raise TypeError(f"{name} takes no argument {', '.join(kwargs)}")
+        self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False,
+        elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
+        if not elementwise_affine:
+            name = type(self).__name__
+            remedy = f"there is no weight; use {name.removeprefix('Mixed')}"
+            raise RuntimeError(f"{name}(elementwise_affine=False): {remedy}")
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
         wide = torch.promote_types(input.dtype, self.weight.dtype)
         parameters = [p.to(wide) for p in (self.weight, getattr(self, "bias", None)) if p is not None]
         made: Tensor = self._function(input.to(wide), self.normalized_shape, *parameters, self.eps)

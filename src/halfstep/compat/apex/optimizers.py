@@ -92,7 +92,8 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):
             )
         params = materialised(params)
         self.set_grad_none, self.adam_w_mode = set_grad_none, adam_w_mode
-        fused = True if fuses(params, torch.optim.Adam) and bias_correction and not capturable else None
+        own = [p.get("bias_correction", bias_correction) if isinstance(p, dict) else bias_correction for p in params]
+        fused = True if all(own) and not capturable and fuses(params, torch.optim.Adam) else None
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, capturable=capturable,
             decoupled_weight_decay=adam_w_mode, fused=fused,
@@ -154,9 +155,10 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         for entry in params if lr is required else ():
             if not isinstance(entry, dict) or "lr" not in entry:
                 raise ValueError("FusedSGD: no lr; pass lr=, or give every parameter group one of its own")
+        fused = True if not wd_after_momentum and fuses(params, torch.optim.SGD) else None
         super().__init__(
             params, lr=0.0 if lr is required else lr, momentum=momentum, dampening=dampening,
-            weight_decay=weight_decay, nesterov=nesterov, fused=True if fuses(params, torch.optim.SGD) else None,
+            weight_decay=weight_decay, nesterov=nesterov, fused=fused,
         )  # fmt: skip
         self.defaults["lr"] = lr  # `required` makes add_param_group ask for one
 

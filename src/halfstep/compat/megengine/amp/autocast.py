@@ -10,7 +10,6 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -125,10 +124,8 @@ class autocast:
         frame.open()
         _frames.stack.append(frame)
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        stack, failing = _frames.stack, exc_type is not None
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        stack, failing = _frames.stack, kind is not None
         index = next((i for i in range(len(stack) - 1, 0, -1) if stack[i].owner is self), None)
         if index is not None:
             stack.pop(index).close(failing=failing)

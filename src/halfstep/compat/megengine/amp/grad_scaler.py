@@ -18,13 +18,13 @@ from halfstep.errors import ScaleError
 
 __all__ = ["GradScaler"]
 
-KEYS = ("scale_factor", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+NUMBERS = ("growth_factor", "backoff_factor", "growth_interval")
+KEYS = ("scale_factor", *NUMBERS, "_growth_tracker")
 
 
 def _number(name: str, kind: Callable[[Any], Any], doc: str) -> Any:
     def change(scaler: GradScaler, value: Any) -> None:
-        core = scaler._core.state_dict()
-        scaler._go_on({**scaler._numbers, name: value}, core["scale"], core["_growth_tracker"])
+        scaler._go_on({**scaler.state_dict(), name: value})
 
     return property(lambda scaler: kind(scaler._numbers[name]), change, doc=f"{doc}. Can be set.")
 
@@ -51,10 +51,8 @@ class GradScaler:
         self, init_scale: float = 2.0**4, growth_factor: float = 2.0, backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:  # fmt: skip
-        numbers = (growth_factor, backoff_factor, growth_interval)
-        self._numbers: dict[str, Any] = dict(zip(KEYS[1:4], numbers, strict=True))
-        self._core = hs.GradScaler(rule=_rule(init_scale, **self._numbers))
-        self._epoch = object()  # another one whenever the scale may have moved
+        self._go_on(dict(zip(KEYS, (init_scale, growth_factor, backoff_factor, growth_interval, 0), strict=True)))
+        self._copies: dict[torch.device, Tensor] = {}  # of the scale, until it may have moved
         self._found: bool | None = None  # None: nothing unscaled since the last update
 
     @property
@@ -65,7 +63,7 @@ class GradScaler:
     @scale_factor.setter
     def scale_factor(self, value: float) -> None:
         self._core.update(value)
-        self._epoch = object()
+        self._copies = {}
 
     growth_factor = _number("growth_factor", float, "The scale's factor after `growth_interval` good steps")
     backoff_factor = _number("backoff_factor", float, "The scale's factor at a bad step")
@@ -156,7 +154,7 @@ class GradScaler:
             else:
                 mark(tensor.grad, UNSCALED)
         for manager in managers_of(attached):
-            manager.statistics.settle(bad=bad)
+            manager._settle(bad=bad)
         self._found = bool(self._found) or bad
         return self
 
@@ -164,15 +162,15 @@ class GradScaler:
         """Bring gradients that wait to be unscaled to the present scale, which may have moved since they were made."""
         for tensor in tensors:
             _, made = getattr(tensor.grad, MARK, ("", None))
-            if tensor.grad is None or made is None or made[0] is self._epoch:
-                continue
-            present = self._present(tensor.grad)
-            tensor.grad = (tensor.grad * (present[1] / made[1])).to(tensor.grad.dtype)
-            mark(tensor.grad, SCALED, present)
+            if tensor.grad is not None and made is not None and made is not (present := self._present(tensor.grad)):
+                tensor.grad = (tensor.grad * (present / made)).to(tensor.grad.dtype)
+                mark(tensor.grad, SCALED, present)
 
-    def _present(self, gradient: Tensor) -> tuple[object, Tensor]:
-        """Return what is replaced whenever the scale may move, and a copy of the scale."""
-        return self._epoch, self._core.scale_on(gradient.device).clone()
+    def _present(self, gradient: Tensor) -> Tensor:
+        """Return a copy of the scale, the same one as long as the scale does not move."""
+        if gradient.device not in self._copies:
+            self._copies[gradient.device] = self._core.scale_on(gradient.device).clone()
+        return self._copies[gradient.device]
 
     def update(self, new_scale: float | None = None) -> None:
         """Update the scale after a step, or set it.
@@ -183,7 +181,7 @@ class GradScaler:
         Raises:
             ScaleError: nothing was unscaled since the last update, or a scale that cannot be.
         """
-        self._epoch = object()
+        self._copies = {}
         if new_scale is not None:
             if self.growth_interval == 0 or self.growth_factor == 0:
                 warnings.warn(
@@ -220,25 +218,23 @@ class GradScaler:
         missing = [key for key in KEYS if key not in state]
         if missing:
             raise ScaleError(f"load_state_dict: {', '.join(map(repr, missing))} missing; the state has {sorted(state)}")
-        self._go_on({key: state[key] for key in KEYS[1:4]}, state["scale_factor"], state["_growth_tracker"])
-        self._epoch, self._found = object(), None
+        self._go_on(state)
+        self._copies, self._found = {}, None
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value!r}" for name, value in self._numbers.items())
         return f"GradScaler(init_scale={self._core.rule.init!r}, {numbers})"
 
-    def _go_on(self, numbers: dict[str, Any], scale: Any, tracker: Any) -> None:
-        """Replace the rule's numbers, the scale and the good steps counted so far; nothing if one makes no sense."""
-        core = hs.GradScaler(rule=_rule(scale, **numbers))
-        core.load_state_dict({**core.state_dict(), "scale": scale, "_growth_tracker": tracker})
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, which has `KEYS`; nothing changes if a number makes no sense."""
+        numbers = {key: state[key] for key in NUMBERS}
+        growth, backoff, interval = numbers.values()
+        if interval == 0 or growth == 0:  # the scale never moves
+            growth, backoff, interval = 1.0, 1.0, 1
+        rule = dataclasses.replace(
+            hs.GradScaler(rule="megengine").rule, init=state["scale_factor"], growth=growth, backoff=backoff,
+            interval=interval,
+        )  # fmt: skip
+        core = hs.GradScaler(rule=rule)
+        core.load_state_dict({**core.state_dict(), "_growth_tracker": state["_growth_tracker"]})
         self._core, self._numbers = core, numbers
-
-
-def _rule(init_scale: float, *, growth_factor: float, backoff_factor: float, growth_interval: int) -> hs.ScaleRule:
-    """Return the preset "megengine" with other numbers; zeros make a scale that never moves."""
-    preset = hs.GradScaler(rule="megengine").rule
-    if growth_interval == 0 or growth_factor == 0:
-        growth_factor, backoff_factor, growth_interval = 1.0, 1.0, 1
-    return dataclasses.replace(
-        preset, init=init_scale, growth=growth_factor, backoff=backoff_factor, interval=growth_interval
-    )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -38,10 +37,10 @@ further callbacks get None."""
 SCALED, UNSCALED = "scaled", "unscaled"
 MARK = "_halfstep_gradient"
 """Attribute of a gradient, which adding to it keeps and `clear_grad` drops: `SCALED` or `UNSCALED`, and of one that
-waits to be unscaled (what the scaler replaces whenever its scale may move, a copy of the scale)."""
+waits to be unscaled the scaler's copy of its scale."""
 
 
-def mark(gradient: Tensor | None, what: str, scale: tuple[object, Tensor] | None = None) -> None:
+def mark(gradient: Tensor | None, what: str, scale: Tensor | None = None) -> None:
     """Note that `gradient` is `SCALED`, by which `scale`, or `UNSCALED`."""
     setattr(gradient, MARK, (what, scale))
 
@@ -68,44 +67,6 @@ def nested() -> bool:
     return len(_recording.groups) > 1
 
 
-class NormBuffers:
-    """Buffers of norms as they were before the first forward pass since `settle`.
-
-    A forward pass with an inf in it turns the running mean and variance of a BatchNorm to NaN for good, even where the
-    update itself is skipped.
-    """
-
-    def __init__(self) -> None:
-        self._saved: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
-        self._hook: RemovableHandle | None = None
-        self._thread = 0
-
-    def watch(self) -> None:
-        """Save the buffers of every norm that this thread calls in training from now on."""
-        self._thread = threading.get_ident()  # the hook runs in every thread
-        if self._hook is None:
-            self._hook = register_module_forward_pre_hook(self._save)
-
-    def unwatch(self) -> None:
-        """Stop saving; what was saved stays."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    @torch.no_grad()
-    def settle(self, *, bad: bool) -> None:
-        """Forget what was saved; after bad steps restore it first, in place."""
-        for norm, buffers in self._saved.items() if bad else ():
-            for name, value in buffers.items():
-                getattr(norm, name).copy_(value)
-        self._saved.clear()
-
-    def _save(self, module: nn.Module, inputs: Any) -> None:
-        if isinstance(module, NormBase) and module.training and module.track_running_stats:
-            if module not in self._saved and threading.get_ident() == self._thread:
-                self._saved[module] = {name: b.clone() for name, b in module.named_buffers(recurse=False)}
-
-
 class GradManagerGroup:
     """Managers that record, between ``with`` and `backward`, and go backward together: ``gm1 | gm2``, or one alone."""
 
@@ -124,18 +85,17 @@ class GradManagerGroup:
         Raises:
             StepError: it is recording already.
         """
-        if any(manager._recording for manager in self._members):
+        if any(manager in group for group in _recording.groups for manager in self._members):
             raise StepError("GradManager.record: it is recording already; use one manager for each nested `with`")
         for manager in self._members:
-            manager._recording = True
-            manager.statistics.watch()
+            manager._hook = register_module_forward_pre_hook(manager._save)
         _recording.groups.append(list(self._members))
 
     def release(self) -> None:
         """End without gradients; also after `backward`. Nothing happens if it is not recording."""
         for manager in self._members:
-            manager._recording = False
-            manager.statistics.unwatch()
+            if manager._hook is not None:
+                manager._hook.remove()
         groups = [[other for other in group if other not in self._members] for group in _recording.groups]
         _recording.groups = [group for group in groups if group]
 
@@ -158,7 +118,7 @@ class GradManagerGroup:
                         "waits to be unscaled, and one that is not scaled would be added to it; go backward with "
                         "scaler.backward(gm, y) too, or unscale and clear it first"
                     )
-        if not all(manager._recording for manager in self._members):
+        if not all(any(manager in group for group in _recording.groups) for manager in self._members):
             raise StepError(
                 "GradManager.backward: no computation history; call it once, inside `with gm:` or between record() and "
                 "release(), and after the forward pass"
@@ -172,9 +132,7 @@ class GradManagerGroup:
         self.record()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def __or__(self, other: GradManagerGroup) -> GradManagerGroup:
@@ -188,9 +146,6 @@ class GradManager(GradManagerGroup):
 
     Managers nest for higher derivatives: what the inner one puts into ``.grad`` can be differentiated by the outer one.
 
-    Attributes:
-        statistics: the buffers of norms before the steps since the last check of a GradScaler.
-
     Examples:
         >>> gm = GradManager().attach(net.parameters())
         >>> with gm:
@@ -199,9 +154,9 @@ class GradManager(GradManagerGroup):
 
     def __init__(self) -> None:
         self._attached = WeakTensorKeyDictionary()  # tensor -> its callbacks
-        self._recording = False
         self._going = False  # whether its backward pass runs
-        self.statistics = NormBuffers()
+        self._norms: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
+        self._hook: RemovableHandle | None = None
 
     @property
     def _members(self) -> list[GradManager]:  # type: ignore[override]  # no attribute: it would be a circle
@@ -241,6 +196,24 @@ class GradManager(GradManagerGroup):
             self._attached.setdefault(tensor, []).extend(calls)
             _owners.setdefault(tensor, weakref.WeakSet()).add(self)
         return self
+
+    def _save(self, module: nn.Module, inputs: Any) -> None:
+        """Before a forward pass in training, save the norm's buffers, unless they are since the last `_settle`.
+
+        A forward pass with an inf in it turns running mean and variance to NaN for good, even where the update is
+        skipped. torch calls this in every thread.
+        """
+        if isinstance(module, NormBase) and module.training and module.track_running_stats:
+            if module not in self._norms and any(self in group for group in _recording.groups):
+                self._norms[module] = {name: b.clone() for name, b in module.named_buffers(recurse=False)}
+
+    @torch.no_grad()
+    def _settle(self, *, bad: bool) -> None:
+        """Forget the buffers of norms; after bad steps restore them first, in place."""
+        for norm, buffers in self._norms.items() if bad else ():
+            for name, value in buffers.items():
+                getattr(norm, name).copy_(value)
+        self._norms.clear()
 
     def _take(self, tensor: Tensor, gradient: Tensor | None, taken: set[int], stop: Callable[..., Any]) -> None:
         """Send a gradient through the callbacks and accumulate it; `taken`: addresses of memory that is in use."""

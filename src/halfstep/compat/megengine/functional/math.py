@@ -1,4 +1,4 @@
-"""megengine.functional.math: reductions, products and orders. `axis` is a number, several, or None for all."""
+"""megengine.functional.math: reductions, products, orders, the metric. `axis`: a number, several, or None for all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.compat.megengine.functional.nn import check_modes
@@ -16,7 +15,7 @@ from halfstep.formats import LOW_DTYPES
 
 __all__ = [
     "argmax", "argmin", "argsort", "cumsum", "dot", "matinv", "matmul", "max", "mean", "min", "norm", "normalize",
-    "prod", "sort", "std", "sum", "topk", "var",
+    "prod", "sort", "std", "sum", "topk", "topk_accuracy", "var",
 ]  # fmt: skip
 
 Axis = int | Sequence[int] | None
@@ -61,9 +60,7 @@ def norm(inp: Tensor, ord: float | None = None, axis: int | None = None, keepdim
 
 def normalize(inp: Tensor, ord: float | None = None, axis: int | None = None, eps: float = 1e-12) -> Tensor:
     """Return `inp` divided by its norm along `axis`."""
-    if axis is None:
-        return inp / norm(inp, ord).clamp_min(eps)
-    return F.normalize(inp, 2.0 if ord is None else ord, axis, eps)
+    return inp / norm(inp, ord, axis, keepdims=axis is not None).clamp_min(eps)
 
 
 def _place(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -109,3 +106,12 @@ def matmul(
     check_modes("matmul", compute_mode)
     left = inp1.mT if transpose_a and inp1.dim() > 1 else inp1
     return torch.matmul(left, inp2.mT if transpose_b and inp2.dim() > 1 else inp2)
+
+
+def topk_accuracy(logits: Tensor, target: Tensor, topk: int | Sequence[int] = 1) -> Tensor | list[Tensor]:
+    """Return the share of samples whose label is among the `topk` largest logits, one for each number."""
+    counts = [topk] if isinstance(topk, int) else list(topk)
+    best = torch.topk(logits, sorted(counts)[-1], dim=-1).indices
+    hits = best == target.long().unsqueeze(-1)
+    shares = [hits[..., :count].any(-1).float().mean() for count in counts]
+    return shares[0] if isinstance(topk, int) else shares

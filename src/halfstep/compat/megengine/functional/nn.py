@@ -1,4 +1,4 @@
-"""megengine.functional.nn: layers as functions, and the losses."""
+"""megengine.functional.nn: layers as functions, resizing, and the losses, in fp32 whatever comes in."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.compat.megengine.functional import elemwise, loss
-from halfstep.compat.megengine.functional.loss import *  # noqa: F403  # the file lists its functions
-from halfstep.compat.megengine.functional.vision import interpolate
+from halfstep.compat.megengine.functional import elemwise
 from halfstep.compat.shared import public
 from halfstep.errors import StepError
 
 __all__ = [
-    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "conv1d", "conv2d", "conv3d",
-    "conv_transpose2d", "conv_transpose3d", "dropout", "embedding", "gelu", "group_norm", "hsigmoid", "hswish",
-    "instance_norm", "interpolate", "layer_norm", "leaky_relu", "linear", "local_response_norm", "logsigmoid",
-    "logsoftmax", "logsumexp", "max_pool2d", "one_hot", "pad", "prelu", "relu", "relu6", "sigmoid", "silu", "softmax",
-    "softplus",
+    "adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "batch_norm", "binary_cross_entropy", "conv1d",
+    "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "cross_entropy", "dropout", "embedding", "gelu",
+    "group_norm", "hinge_loss", "hsigmoid", "hswish", "instance_norm", "interpolate", "l1_loss", "layer_norm",
+    "leaky_relu", "linear", "local_response_norm", "logsigmoid", "logsoftmax", "logsumexp", "max_pool2d", "one_hot",
+    "pad", "prelu", "relu", "relu6", "sigmoid", "silu", "softmax", "softplus", "square_loss",
 ]  # fmt: skip
-__all__ += loss.__all__
 
 gelu, relu, relu6, sigmoid, silu = elemwise.gelu, elemwise.relu, elemwise.relu6, elemwise.sigmoid, elemwise.silu
 hsigmoid, hswish = elemwise.hsigmoid, elemwise.hswish
@@ -253,3 +250,90 @@ def _affine(
     if affine and (weight is None or bias is None):
         raise StepError(f"{where}(affine=True): pass weight and bias, or affine=False")
     return (weight, bias) if affine else (None, None)
+
+
+SMOOTH = ("bilinear", "linear", "trilinear")
+MODES = (*SMOOTH, "bicubic", "nearest")
+
+
+def interpolate(
+    inp: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "bilinear", align_corners: bool | None = None
+) -> Tensor:
+    """Resize sequences ("linear"), images or volumes ("trilinear").
+
+    Args:
+        inp: (batch, channels, ...).
+        size: of the result: a number for all axes, or one for each.
+        scale_factor: instead of `size`.
+        mode: one of `MODES`.
+        align_corners: whether the outermost elements stay where they are; for linear modes.
+    """
+    name = str(mode).lower()
+    if name not in MODES:
+        raise StepError(f"interpolate(mode={mode!r}): expected one of {', '.join(map(repr, MODES))}")
+    if (size is None) == (scale_factor is None):
+        given = "neither" if size is None else "both"
+        raise StepError(f"interpolate takes size or scale_factor, and was given {given}")
+    if name not in SMOOTH and align_corners is not None:
+        raise StepError(f"interpolate(align_corners={align_corners!r}): mode {name!r} has no such choice; leave it out")
+    return F.interpolate(inp, size, scale_factor, name, bool(align_corners) if name in SMOOTH else None)
+
+
+def cross_entropy(
+    pred: Tensor, label: Tensor, axis: int = 1, with_logits: bool = True, label_smooth: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Return the cross entropy of `pred` and the class labels.
+
+    Args:
+        pred: logits, or probabilities without `with_logits`.
+        label: integers of any width.
+        axis: that of the classes.
+        with_logits: whether `pred` are logits.
+        label_smooth: share of the label that is spread over all classes.
+        reduction: "mean", "sum" or "none".
+    """
+    pred = pred.movedim(axis, 1) if pred.dim() > 1 else pred
+    if with_logits:
+        return F.cross_entropy(pred, label.long(), reduction=_reduction(reduction), label_smoothing=label_smooth)
+    logarithms = torch.log(pred)
+    loss = F.nll_loss(logarithms, label.long(), reduction=_reduction(reduction))
+    if not label_smooth:
+        return loss
+    spread = -logarithms.float().mean(1 if pred.dim() > 1 else 0)
+    return (1.0 - label_smooth) * loss + label_smooth * _reduced(spread, reduction)
+
+
+def binary_cross_entropy(pred: Tensor, label: Tensor, with_logits: bool = True, reduction: str = "mean") -> Tensor:
+    """Return the binary cross entropy of logits, or of probabilities without `with_logits`."""
+    function = F.binary_cross_entropy_with_logits if with_logits else F.binary_cross_entropy
+    return function(pred, label.to(pred.dtype), reduction=_reduction(reduction))
+
+
+def l1_loss(pred: Tensor, label: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the mean distance."""
+    return F.l1_loss(pred, label.to(pred.dtype), reduction=_reduction(reduction))
+
+
+def square_loss(pred: Tensor, label: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the mean squared distance."""
+    return F.mse_loss(pred, label.to(pred.dtype), reduction=_reduction(reduction))
+
+
+def hinge_loss(pred: Tensor, label: Tensor, norm: str = "L1", reduction: str = "mean") -> Tensor:
+    """Return the hinge loss, summed over the classes: labels are 1 and -1."""
+    if str(norm).upper() not in ("L1", "L2"):
+        raise StepError(f"hinge_loss(norm={norm!r}): expected 'L1' or 'L2'")
+    margin = torch.relu(1.0 - pred.float() * label.float())
+    return _reduced((margin if norm.upper() == "L1" else margin * margin).sum(1), reduction)
+
+
+def _reduced(values: Tensor, reduction: str) -> Tensor:
+    reduction = _reduction(reduction)
+    return values if reduction == "none" else values.mean() if reduction == "mean" else values.sum()
+
+
+def _reduction(reduction: str) -> str:
+    if reduction not in ("mean", "sum", "none"):
+        raise StepError(f"reduction={reduction!r}; expected 'mean', 'sum' or 'none'")
+    return reduction

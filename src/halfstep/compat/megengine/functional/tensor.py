@@ -36,12 +36,8 @@ def full(shape: Shape, value: Any, dtype: Any = None, device: str | None = None)
     return torch.full(_several(shape), value, **_made(dtype, device))
 
 
-zeros = public(
-    torch.zeros, lambda shape, dtype="float32", device=None: torch.zeros(_several(shape), **_made(dtype, device))
-)
-ones = public(
-    torch.ones, lambda shape, dtype="float32", device=None: torch.ones(_several(shape), **_made(dtype, device))
-)
+zeros = public(torch.zeros, lambda shape, dtype="float32", device=None: full(shape, 0, dtype, device))
+ones = public(torch.ones, lambda shape, dtype="float32", device=None: full(shape, 1, dtype, device))
 linspace = public(
     torch.linspace,
     lambda start, stop, num, dtype="float32", device=None: torch.linspace(start, stop, num, **_made(dtype, device)),
@@ -65,14 +61,8 @@ def arange(
     return torch.arange(first, last, step, **_made(dtype, device))
 
 
-def concat(inps: Sequence[Tensor], axis: int = 0, device: str | None = None) -> Tensor:
-    """Join along an axis that there is."""
-    return torch.cat(_placed(inps, device), axis)
-
-
-def stack(inps: Sequence[Tensor], axis: int = 0, device: str | None = None) -> Tensor:
-    """Join along a new axis."""
-    return torch.stack(_placed(inps, device), axis)
+concat = public(torch.cat, lambda inps, axis=0, device=None: torch.cat(_placed(inps, device), axis), "concat")
+stack = public(torch.stack, lambda inps, axis=0, device=None: torch.stack(_placed(inps, device), axis))
 
 
 def _placed(inps: Sequence[Tensor], device: str | None) -> list[Tensor]:

@@ -1,4 +1,8 @@
-"""torch.cuda.amp.autocast_mode."""
+"""torch.cuda.amp without its deprecation warnings: calls that name no device.
+
+Where torch finds no CUDA it switches itself off; here the same lines run on the CPU, with fp16 emulated, so that a
+program written for a GPU can be tested anywhere with a GPU's numerics.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from typing import Any
 import torch
 
 from halfstep.compat.torch_amp import autocast_mode as _base
+from halfstep.compat.torch_amp.grad_scaler import DevicelessGradScaler
 
-__all__ = ["autocast", "custom_bwd", "custom_fwd"]
+__all__ = ["GradScaler", "amp_definitely_not_available", "autocast", "custom_bwd", "custom_fwd"]
 
 
 def here() -> str:
@@ -34,3 +39,14 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtyp
 def custom_bwd(bwd: Callable[..., Any]) -> Any:
     """Decorate ``backward`` of an autograd.Function; see `halfstep.compat.torch_amp.custom_bwd`."""
     return _base.custom_bwd(bwd, device_type=here())
+
+
+class GradScaler(DevicelessGradScaler):
+    """torch.cuda.amp.GradScaler: works where the loss is."""
+
+    device = None
+
+
+def amp_definitely_not_available() -> bool:
+    """Return False: mixed precision works on every machine, if need be emulated."""
+    return False

@@ -1,12 +1,13 @@
-"""torch.cpu.amp.autocast_mode."""
+"""torch.cpu.amp without its deprecation warnings."""
 
 from __future__ import annotations
 
 import torch
 
 from halfstep.compat.torch_amp import autocast_mode as _base
+from halfstep.compat.torch_amp.grad_scaler import DevicelessGradScaler
 
-__all__ = ["autocast"]
+__all__ = ["GradScaler", "autocast"]
 
 
 class autocast(_base.autocast):
@@ -16,3 +17,9 @@ class autocast(_base.autocast):
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
         super().__init__("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+
+class GradScaler(DevicelessGradScaler):
+    """torch.cpu.amp.GradScaler."""
+
+    device = "cpu"
