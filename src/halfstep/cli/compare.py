@@ -5,6 +5,7 @@ The parts of its page are those of the demo's page too, and the terminal prints 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import statistics
