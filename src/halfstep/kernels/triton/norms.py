@@ -48,10 +48,10 @@ def squares_kernel(
     whole = (end - begin) // BLOCK
     for block in range(0, whole):
         offsets = begin + block * BLOCK + lanes
-        value = wide(load(address, offsets, offsets < end, KIND, True, ALIGNED), KIND)
+        value = wide(load(address, offsets, None, KIND, ALIGNED), KIND)
         total += value * value
     offsets = begin + whole * BLOCK + lanes
-    value = wide(load(address, offsets, offsets < end, KIND, False, ALIGNED), KIND)
+    value = wide(load(address, offsets, offsets < end, KIND, ALIGNED), KIND)
     total += value * value
     tl.store(sums + program, tl.sum(total, 0))
 
