@@ -170,12 +170,12 @@ def test_without_a_c_compiler_torch_s_operators_run_and_one_sentence_says_why(tm
 # ------------------------------------------------------------------ tables
 
 
-def covered(plan: tables.Walk) -> list[tuple[int, int, int]]:
+def covered(rows: torch.Tensor, plan: tables.Layout) -> list[tuple[int, int, int]]:
     """Return (column, begin, end) of every program, after checking that launches take each program once."""
     taken = [n for launch in plan.launches for n in range(launch.first, launch.first + launch.programs)]
     assert sorted(taken) == list(range(plan.programs))
-    sizes = plan.rows[-2].tolist()
-    return [(c, k * plan.chunk, min((k + 1) * plan.chunk, sizes[c])) for c, k in plan.chunks.tolist()]
+    sizes = rows[-2].tolist()
+    return [(c, k * plan.chunk, min((k + 1) * plan.chunk, sizes[c])) for c, k in plan.chunks.here().tolist()]
 
 
 @pytest.mark.parametrize("small", [0, 1 << 22])
@@ -185,15 +185,15 @@ def test_every_number_of_thousands_of_tensors_belongs_to_one_program(
     monkeypatch.setattr(tables, "SMALL", small)
     sizes = [(n * 7919) % 97 for n in range(4000)] + [0, 1, 100_000]
     tensors = [torch.empty(size, dtype=torch.bfloat16 if n % 3 else torch.float32) for n, size in enumerate(sizes)]
-    plan = tables.plan_walk([tensors], 16)
+    rows, plan = tables.plan_walk([tensors], 16)
     parts: dict[int, int] = {}
-    for column, begin, end in covered(plan):
+    for column, begin, end in covered(rows, plan):
         assert begin == parts.get(column, 0) < end
         parts[column] = end
-    names = plan.rows[-1].tolist()
+    names = rows[-1].tolist()
     assert {names[column]: end for column, end in parts.items()} == {n: size for n, size in enumerate(sizes) if size}
     assert sorted(names) == list(range(len(sizes)))
-    addresses = plan.rows[0].tolist()
+    addresses = rows[0].tolist()
     assert all(addresses[column] == tensors[n].data_ptr() for column, n in enumerate(names))
     assert len(plan.launches) == 2
 
@@ -207,16 +207,16 @@ def test_tensors_beyond_32_bits_are_cut_in_64() -> None:
 def test_nothing_moved_means_no_new_table() -> None:
     tensors = [torch.empty(5), torch.empty(6)]
     first, again = tables.plan_walk([tensors], 16), tables.plan_walk([list(tensors)], 16)
-    assert again.rows is first.rows and again.chunks is first.chunks
+    assert again[0] is first[0] and again[1] is first[1]
     other = tables.plan_walk([[tensors[0], torch.empty(6)]], 16)
-    assert other.rows is not first.rows and other.chunks is first.chunks
-    assert tables.plan_walk([tensors], 16, start=3).rows[-1].tolist() == [3, 4]
+    assert other[0] is not first[0] and other[1] is first[1]
+    assert tables.plan_walk([tensors], 16, start=3)[0][-1].tolist() == [3, 4]
 
 
 def test_a_format_changed_in_place_is_another_plan() -> None:
     memory = torch.empty(8)
     plans = [tables.plan_walk([[memory.view(dtype)[:8]]], 16) for dtype in (torch.float32, torch.int32)]
-    assert [plan.launches[0].dtypes for plan in plans] == [(torch.float32,), (torch.int32,)]
+    assert [plan.launches[0].dtypes for _, plan in plans] == [(torch.float32,), (torch.int32,)]
 
 
 def test_old_tables_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,12 +235,11 @@ class Graph:
 
 def test_the_tables_of_a_graph_go_with_the_first_capture_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake CUDA tensors."""
-    kept, reserve = tables.Kept(), tables.Reserve()
-    monkeypatch.setattr(tables, "_kept", lambda: kept)
-    monkeypatch.setattr(tables, "_reserve", lambda: reserve)
+    kept = tables.Captures()
+    monkeypatch.setattr(tables, "_captures", lambda: kept)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    device, reserve.free = torch.device("cuda", 0), torch.empty(1000, dtype=torch.int64)
-    pinned = ref(reserve.free.untyped_storage())
+    device, kept.free = torch.device("cuda", 0), torch.empty(1000, dtype=torch.int64)
+    pinned = ref(kept.free.untyped_storage())
 
     def capture() -> None:
         tables.Copied(torch.arange(8), device)
@@ -257,7 +256,7 @@ def test_the_tables_of_a_graph_go_with_the_first_capture_after_it(monkeypatch: p
             assert [len(each) for graph, each in kept.graphs if graph() is not None] == [3] * min(n + 1, 2)
             assert len(kept.graphs) <= 3 and len(kept.now) == 2
         kept.now.clear()
-        reserve.free = torch.empty(0, dtype=torch.int64)
+        kept.free = torch.empty(0, dtype=torch.int64)
         graphs.clear()
         assert pinned() is not None
         with tables.tables_of(Graph(), torch.device("cuda", 1)):  # of which those on cuda:0 may be in use
@@ -270,14 +269,14 @@ def test_the_tables_of_a_graph_go_with_the_first_capture_after_it(monkeypatch: p
 def test_tables_are_made_on_the_host_whatever_the_default_device() -> None:
     tensors = [torch.empty(21), torch.empty(22)]
     with torch.device("meta"):
-        plan = tables.plan_walk([tensors], 16)
-    assert {plan.rows.device.type, plan.chunks.device.type, plan.ends.device.type} == {"cpu"}
+        rows, plan = tables.plan_walk([tensors], 16)
+    assert {rows.device.type, plan.chunks.here().device.type, plan.ends.here().device.type} == {"cpu"}
 
 
 def test_large_tensors_that_begin_unaligned_get_a_launch_of_their_own() -> None:
     aligned, memory = torch.empty(64), torch.empty(65)
     small = torch.empty(9)[1:]
-    plan = tables.plan_walk([[aligned, memory[1:], small]], 16)
+    _, plan = tables.plan_walk([[aligned, memory[1:], small]], 16)
     assert [(launch.aligned, launch.programs) for launch in plan.launches] == [(True, 5), (False, 4)]
 
 

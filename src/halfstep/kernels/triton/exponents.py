@@ -187,14 +187,15 @@ def exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
         raise ValueError(f"{len(tensors)} tensors need as many rows, contiguous; got {tuple(rows.shape)}")
     dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
     with on(rows.device):
-        walk = plan_walk([dense], BLOCK)
-        for launch in walk.launches:
+        places, layout = plan_walk([dense], BLOCK)
+        chunks = layout.chunks.here()
+        for launch in layout.launches:
             dtype = launch.dtypes[0]
             assert dtype is not None
             double = dtype is torch.float64
             block, top = THREADS * (2 if double else 4), (INF64 if double else INF32).value
-            shape = {"CHUNK": walk.chunk, "BLOCK": block, "THREADS": THREADS, "BYTES": dtype.itemsize, "ROW": ROW}
-            tables = walk.rows, walk.chunks, rows, len(dense), launch.first
+            shape = {"CHUNK": layout.chunk, "BLOCK": block, "THREADS": THREADS, "BYTES": dtype.itemsize, "ROW": ROW}
+            tables = places, chunks, rows, len(dense), launch.first
             exponents_kernel[(launch.programs,)](*tables, KIND=KINDS[dtype], TOP=top, **shape, **OPTIONS)
 
 

@@ -135,15 +135,16 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of every tensor: `reference.norms` for dense tensors of fp32, bf16 or fp16 on one device."""
     device = gradients[0].device
     with on(device):
-        walk = plan_walk([gradients], BLOCK)
+        rows, layout = plan_walk([gradients], BLOCK)
         count = len(gradients)
-        sums = torch.empty(max(walk.programs, 1), dtype=torch.float32, device=device)
-        for launch in walk.launches:
-            kind = {"KIND": KINDS[launch.dtypes[0]], "ALIGNED": launch.aligned, "CHUNK": walk.chunk, "BLOCK": BLOCK}
-            tables = walk.rows, walk.chunks, sums, count, launch.first
+        sums = torch.empty(max(layout.programs, 1), dtype=torch.float32, device=device)
+        chunks = layout.chunks.here()
+        for launch in layout.launches:
+            kind = {"KIND": KINDS[launch.dtypes[0]], "ALIGNED": launch.aligned, "CHUNK": layout.chunk, "BLOCK": BLOCK}
+            tables = rows, chunks, sums, count, launch.first
             squares_kernel[(launch.programs,)](*tables, **kind, num_warps=BLOCK // 256, **FAITHFUL)
         found = torch.empty(count, dtype=torch.float32, device=device)
-        norms_kernel[(count,)](walk.rows, walk.ends, sums, found, count, MANY=MANY, **FAITHFUL)
+        norms_kernel[(count,)](rows, layout.ends.here(), sums, found, count, MANY=MANY, **FAITHFUL)
     return found
 
 

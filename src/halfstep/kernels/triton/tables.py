@@ -73,12 +73,13 @@ class Copied:
             self.tensor = values.to(device)
             return
         if torch.cuda.is_current_stream_capturing():
-            host = _reserve().take(self.words)
+            captures = _captures()
+            host = captures.take(self.words)
             host.copy_(values.flatten())
             self.tensor = host.to(device, non_blocking=True).view(values.shape)
-            _kept().now += (host, self.tensor)
+            captures.now += (host, self.tensor)
             return
-        _reserve().hold(self.words)
+        _captures().hold(self.words)
         self.tensor = values.pin_memory().to(device, non_blocking=True)
         self.stream = torch.cuda.current_stream(device)
         self.copied = torch.cuda.Event()
@@ -89,18 +90,23 @@ class Copied:
         if self.stream is None:
             return self.tensor
         if torch.cuda.is_current_stream_capturing():
-            _kept().now.append(self.tensor)
+            _captures().now.append(self.tensor)
         elif (stream := torch.cuda.current_stream(self.tensor.device)) != self.stream:
             stream.wait_event(self.copied)
             self.tensor.record_stream(stream)
         return self.tensor
 
 
-class Reserve:
-    """Pinned words for tables that are made while a CUDA graph is captured."""
+class Captures:
+    """What captures of CUDA graphs use: pinned words for tables made meanwhile, and the tables that graphs read.
+
+    Tables of a capture outside of `tables_of` are kept for good.
+    """
 
     def __init__(self) -> None:
         self.free = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.now: list[Tensor] = []
+        self.graphs: list[tuple[ref[object], list[Tensor]]] = []
 
     def hold(self, words: int) -> None:
         """Make sure that some tables of `words` words can be made during a capture."""
@@ -108,7 +114,7 @@ class Reserve:
             self.free = torch.empty(max(RESERVE, 16 * words), dtype=torch.int64, device="cpu", pin_memory=True)
 
     def take(self, words: int) -> Tensor:
-        """Return `words` of them."""
+        """Return `words` of the pinned ones."""
         if self.free.numel() < words:
             raise RuntimeError(
                 f"a table of {words} words is needed while a CUDA graph is captured, and {self.free.numel()} words of "
@@ -118,32 +124,21 @@ class Reserve:
         return taken
 
 
-_reserve = cache(Reserve)
-
-
-class Kept:
-    """The tables that CUDA graphs use. Those of a capture outside of `tables_of` are kept for good."""
-
-    def __init__(self) -> None:
-        self.now: list[Tensor] = []
-        self.graphs: list[tuple[ref[object], list[Tensor]]] = []
-
-
-_kept = cache(Kept)
+_captures = cache(Captures)
 
 
 @contextmanager
 def tables_of(graph: object, device: torch.device) -> Iterator[None]:
     """Keep the tables that a capture inside uses as long as `graph`; free those of graphs that are gone."""
-    kept = _kept()
-    kept.graphs = [(one, of) for one, of in kept.graphs if one() is not None or of[-1].device != device]
-    before, kept.now = kept.now, []
+    captures = _captures()
+    captures.graphs = [(one, of) for one, of in captures.graphs if one() is not None or of[-1].device != device]
+    before, captures.now = captures.now, []
     try:
         yield
     finally:
-        if kept.now:
-            kept.graphs.append((ref(graph), kept.now))
-        kept.now = before
+        if captures.now:
+            captures.graphs.append((ref(graph), captures.now))
+        captures.now = before
 
 
 class Launch(NamedTuple):
@@ -167,20 +162,6 @@ class Layout(NamedTuple):
     facts: Tensor  # (2, tensors) int64, on the host: numbers of elements, and what tensors are called
 
 
-class Walk(NamedTuple):
-    """How kernels walk over lists of tensors: a `Layout`, ready to be read.
-
-    `rows` is (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are called.
-    """
-
-    rows: Tensor
-    chunks: Tensor
-    ends: Tensor
-    chunk: int
-    programs: int
-    launches: list[Launch]
-
-
 class TableCache:
     """The tables used last."""
 
@@ -202,8 +183,12 @@ class TableCache:
 _tables = cache(TableCache)
 
 
-def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> Walk:
-    """Return how kernels walk over `lists`, with the same tables as before if nothing has moved."""
+def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> tuple[Tensor, Layout]:
+    """Return how kernels walk over `lists`, with the same tables as before if nothing has moved.
+
+    The first is (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are
+    called.
+    """
     places = tuple([t.data_ptr() for tensors in lists for t in tensors])
     formats = tuple([t.dtype for tensors in lists for t in tensors])
     sizes = tuple([t.numel() for t in lists[-1]])
@@ -212,46 +197,33 @@ def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> 
     memory = _tables()
     known = memory.rows.get(key)
     if known is None:
-        known = _rows(lists, places, formats, sizes, device, block, start)
+        known = _rows(lists, key)
         if not capturing(device.type):  # else only the graph's replays copy them
             memory.keep(key, known)
     else:
         memory.rows.move_to_end(key)
     rows, layout = known
-    return Walk(rows.here(), layout.chunks.here(), layout.ends.here(), layout.chunk, layout.programs, layout.launches)
+    return rows.here(), layout
 
 
-def _rows(
-    lists: Sequence[Sequence[Tensor]],
-    places: tuple[int, ...],
-    formats: tuple[torch.dtype, ...],
-    sizes: tuple[int, ...],
-    device: torch.device,
-    block: int,
-    start: int,
-) -> tuple[Copied, Layout]:
-    full = [bool(tensors) for tensors in lists]
+def _rows(lists: Sequence[Sequence[Tensor]], walk: tuple[Any, ...]) -> tuple[Copied, Layout]:
+    device, places, _, sizes, _, block, start = walk
+    formats = [[t.dtype for t in tensors] or [None] * len(sizes) for tensors in lists]
     addresses = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(sizes))
     odd = tuple((addresses % ALIGNMENT).any(0).tolist())
-    key = (device, formats, sizes, odd, tuple(full), block, start)
+    key = (tuple(zip(*formats, strict=True)), sizes, odd, device, block, start)
     memory = _tables()
     layout = memory.layouts.get(key)
     if layout is None:
-        layout = _layout(list(zip(*_by_list(formats, full, len(sizes)), strict=True)), sizes, odd, device, block, start)
+        layout = _layout(*key)
         if not capturing(device.type):
             memory.layouts[key] = layout
     else:
         memory.layouts.move_to_end(key)
     rows = torch.zeros(len(lists) + 2, len(sizes), dtype=torch.int64, device="cpu")
-    rows[[n for n, some in enumerate(full) if some]] = addresses[:, layout.order]
+    rows[[n for n, some in enumerate(lists) if some]] = addresses[:, layout.order]
     rows[len(lists) :] = layout.facts
     return Copied(rows, device), layout
-
-
-def _by_list(formats: tuple[torch.dtype, ...], full: list[bool], count: int) -> list[Sequence[torch.dtype | None]]:
-    """Return the formats of each list, None for the tensors that an empty one does not have."""
-    following = (formats[i : i + count] for i in range(0, len(formats), count))
-    return [next(following) if some else [None] * count for some in full]
 
 
 def _layout(

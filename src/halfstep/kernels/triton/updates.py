@@ -49,7 +49,7 @@ BITS = 31
 WEIGHT_AT, BESIDE_AT, FIRST_AT, SECOND_AT, STEP_AT, PRODUCT_AT, GRADIENT_AT, SIZE_AT, NAME_AT = map(
     tl.constexpr, range(9)
 )
-"""Rows of the table (`tables.Walk.rows`)."""
+"""Rows of the table (`tables.plan_walk`)."""
 
 
 @triton.jit
@@ -259,24 +259,24 @@ def update(spec: OptimizerSpec, weights: Tensors, beside: Tensors, *given: Any) 
     device, count, options = gradients[0].device, len(gradients), dict(zip(spec.options, values, strict=True))
     states, counters = (*states, *[()] * (STATES - len(states))), (*counters, *[()] * (COUNTERS - len(counters)))
     with on(device):
-        walk = plan_walk((weights, beside, *states, *counters, gradients), BLOCK, start)
+        rows, layout = plan_walk((weights, beside, *states, *counters, gradients), BLOCK, start)
         corrections = None
         if spec.counters:
             corrections = torch.empty(count, 3, dtype=torch.float32, device=device)
             cooling = 0.96 ** options.get("momentum_decay", 0.0)
             bits = [_bits(one) for one in (lr, options["beta1"], options["beta2"], cooling)]
             constants = {"METHOD": spec.name, "FEW": FEW, "BITS": BITS, **FAITHFUL}
-            count_kernel[(-(-count // FEW),)](walk.rows, corrections, bad, rate, count, *bits, **constants)
+            count_kernel[(-(-count // FEW),)](rows, corrections, bad, rate, count, *bits, **constants)
         weight_decay, numbers = options["weight_decay"], NUMBERS[spec.name](options)
-        tensors = walk.rows, walk.chunks, corrections, factor, bad, draws, rate
+        tensors = rows, layout.chunks.here(), corrections, factor, bad, draws, rate
         scalars = _bits(lr), _bits(weight_decay), float(weight_decay), *map(float, (*numbers, 0.0, 0.0, 0.0)[:4])
         variant, maximize = bool(options.get("decoupled") or options.get("nesterov")), bool(options["maximize"])
         rule = {"METHOD": spec.name, "VARIANT": variant, "DECAYS": bool(weight_decay), "MAXIMIZE": maximize}
-        for launch in walk.launches:
+        for launch in layout.launches:
             weight, low, first, second, _, _, gradient = (KINDS[dtype] for dtype in launch.dtypes)
             kinds = {"WEIGHT": weight, "BESIDE": low, "FIRST": first, "SECOND": second, "GRADIENT": gradient}
             stored = form if form != "copy" or low != "none" else "plain"
-            shape = {"FORM": stored, "ALIGNED": launch.aligned, "CHUNK": walk.chunk, "BLOCK": BLOCK}
+            shape = {"FORM": stored, "ALIGNED": launch.aligned, "CHUNK": layout.chunk, "BLOCK": BLOCK}
             given = *tensors, count, launch.first, *scalars
             update_kernel[(launch.programs,)](*given, **rule, **kinds, **shape, **UPDATE)
 
