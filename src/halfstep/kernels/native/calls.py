@@ -76,27 +76,23 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         text, number, address = ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p
-        self._runtime = _threads()
-        self._norms, self._exponents = library.halfstep_norms, library.halfstep_exponents
-        self._check, self._advance = library.halfstep_check_norms, library.halfstep_advance
-        self._updates = {spec.name: getattr(library, f"halfstep_{spec.name}") for spec in SPECS}
-        self._pack_job = {spec.name: Struct(f"12q{1 + len(spec.options)}d").pack for spec in SPECS}
-        self._norms.argtypes = self._exponents.argtypes = (address, text, number, text)
-        self._both = library.halfstep_read
-        self._both.argtypes = (address, text, number, text, address, text, address, address, address)
-        self._check.argtypes = (address, number, address, text, address, address, address)
         double, single = ctypes.c_double, ctypes.c_float
-        self._advance.argtypes = (*[address] * 4, ctypes.c_bool, double, double, number, single, single)
-        for update in self._updates.values():
-            update.argtypes = (text, text)
-        self._row_sums, self._slope = library.halfstep_row_sums, library.halfstep_slope
-        self._row_sums.argtypes = (*[address] * 3, text, address, address, number)
-        self._slope.argtypes = (text, *[address] * 6, number, address, number)
-        for function in (
-            *(self._norms, self._check, self._both, self._advance, self._exponents, self._row_sums, self._slope),
-            *self._updates.values(),
-        ):
-            function.restype = None
+        read, check = (address, text, number, text), (address, text, address, address, address)
+
+        def function(name: str, *types: Any) -> Any:
+            found = getattr(library, f"halfstep_{name}")
+            found.argtypes, found.restype = types, None
+            return found
+
+        self._runtime = _threads()
+        self._norms, self._exponents = function("norms", *read), function("exponents", *read)
+        self._both, self._check = function("read", *read, *check), function("check_norms", address, number, *check)
+        rule = ctypes.c_bool, double, double, number, single, single
+        self._advance = function("advance", *[address] * 4, *rule)
+        self._row_sums = function("row_sums", *[address] * 3, text, address, address, number)
+        self._slope = function("slope", text, *[address] * 6, number, address, number)
+        self._updates = {spec.name: function(spec.name, text, text) for spec in SPECS}
+        self._pack_job = {spec.name: Struct(f"12q{1 + len(spec.options)}d").pack for spec in SPECS}
 
     def _read(self, function: Any, work: str, out: Tensor, columns: Columns) -> None:
         threads = torch.get_num_threads() if columns.elements > ALONE[work] else 1
