@@ -33,18 +33,12 @@ def refused() -> str:
 
 
 @cache
-def missing() -> str:
-    """Return why this process has no Triton kernels for any CUDA device, in one sentence; "" if it may have them."""
-    return refused() or ("" if find_spec("triton") is not None else "the package triton is not installed")
-
-
-@cache
 def unsupported(device: torch.device) -> str:
     """Return why Triton kernels cannot run on a CUDA device, in one sentence; "" if they can.
 
     The first call launches an empty kernel. If that fails, the reason is logged once, as a warning.
     """
-    if reason := missing():
+    if reason := refused() or ("" if find_spec("triton") is not None else "the package triton is not installed"):
         return reason
     found = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and found < OLDEST:

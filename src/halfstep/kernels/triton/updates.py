@@ -127,14 +127,8 @@ def update_block(
     METHOD, VARIANT, DECAYS, MAXIMIZE = RULE
     FORM, WEIGHT, BESIDE, FIRST, SECOND, GRADIENT = KINDS
     STORED: tl.constexpr = (FORM, WEIGHT, BESIDE)
-    bits = offsets  # not read where nothing is rounded stochastically
-    first_bits = offsets
-    second_bits = offsets
-    if step_key is not None:
-        mixed = mix(offsets.to(tl.uint32))
-        bits = noise(step_key, name, 0, mixed)
-        first_bits = noise(step_key, name, 1, mixed)
-        second_bits = noise(step_key, name, 2, mixed)
+    mixed = mix(offsets.to(tl.uint32))
+    first_bits = noise(step_key, name, 1, mixed)
     gradient = wide(load(gradient_at, offsets, mask, GRADIENT, ALIGNED), GRADIENT) * factor
     value = take(weight_at, beside_at, offsets, mask, STORED, ALIGNED)
     if MAXIMIZE:
@@ -175,8 +169,8 @@ def update_block(
         else:
             value = value - size * tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root) + d)
         keep(mean, first_at, offsets, mask, first_bits, FIRST, ALIGNED)
-        keep(square, second_at, offsets, mask, second_bits, SECOND, ALIGNED)
-    put(value, weight_at, beside_at, offsets, mask, bits, STORED, ALIGNED)
+        keep(square, second_at, offsets, mask, noise(step_key, name, 2, mixed), SECOND, ALIGNED)
+    put(value, weight_at, beside_at, offsets, mask, noise(step_key, name, 0, mixed), STORED, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["count", "first", "lr", "wide_decay"])
@@ -237,7 +231,7 @@ def update_kernel(
         root = tl.load(corrections + 3 * column + 1)
         if METHOD == "nadam":
             slope = tl.load(corrections + 3 * column + 2)
-    step_key = None
+    step_key = tl.full((), 0, tl.uint32)  # not used where nothing is rounded stochastically
     if FORM == "stochastic" or FIRST == "bf16" or SECOND == "bf16":
         step_key = key(draws)
     numbers = tl.load(factor), size, root, slope, decay, weight_decay, a, b, c, d
