@@ -206,17 +206,17 @@ def test_tensors_beyond_32_bits_are_cut_in_64() -> None:
 
 def test_nothing_moved_means_no_new_table() -> None:
     tensors = [torch.empty(5), torch.empty(6)]
-    (first, layout), (again, known) = tables.plan_walk([tensors], 16), tables.plan_walk([list(tensors)], 16)
-    assert again is first and known is layout
-    other, known = tables.plan_walk([[tensors[0], torch.empty(6)]], 16)
-    assert other is not first and known is layout
+    first, again = tables.plan_walk([tensors], 16), tables.plan_walk([list(tensors)], 16)
+    assert again[0] is first[0] and again[1] is first[1]
+    other = tables.plan_walk([[tensors[0], torch.empty(6)]], 16)
+    assert other[0] is not first[0] and other[1] is first[1]
     assert tables.plan_walk([tensors], 16, start=3)[0][-1].tolist() == [3, 4]
 
 
 def test_a_format_changed_in_place_is_another_plan() -> None:
     memory = torch.empty(8)
-    plans = [tables.plan_walk([[memory.view(dtype)[:8]]], 16)[1] for dtype in (torch.float32, torch.int32)]
-    assert [plan.launches[0].dtypes for plan in plans] == [(torch.float32,), (torch.int32,)]
+    plans = [tables.plan_walk([[memory.view(dtype)[:8]]], 16) for dtype in (torch.float32, torch.int32)]
+    assert [plan.launches[0].dtypes for _, plan in plans] == [(torch.float32,), (torch.int32,)]
 
 
 def test_old_tables_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +235,8 @@ class Graph:
 
 def test_the_tables_of_a_graph_go_with_the_first_capture_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake CUDA tensors."""
-    kept = tables.Memory()
-    monkeypatch.setattr(tables, "_memory", lambda: kept)
+    kept = tables.Captures()
+    monkeypatch.setattr(tables, "_captures", lambda: kept)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     device, kept.free = torch.device("cuda", 0), torch.empty(1000, dtype=torch.int64)
     pinned = ref(kept.free.untyped_storage())
@@ -270,7 +270,7 @@ def test_tables_are_made_on_the_host_whatever_the_default_device() -> None:
     tensors = [torch.empty(21), torch.empty(22)]
     with torch.device("meta"):
         rows, plan = tables.plan_walk([tensors], 16)
-    assert {each.device.type for each in (rows, plan.chunks.here(), plan.ends.here())} == {"cpu"}
+    assert {rows.device.type, plan.chunks.here().device.type, plan.ends.here().device.type} == {"cpu"}
 
 
 def test_large_tensors_that_begin_unaligned_get_a_launch_of_their_own() -> None:

@@ -150,7 +150,7 @@ def test_graphs_are_captured_again_after_all_were_dropped() -> None:
         step.optimizer.param_groups[0]["weight_decay"] = 0.125 * k
         for i in range(WARM_UPS + 2):
             assert step(*batch(i)).host().updated
-        held.append(sum(len(each) for _, each in tables._memory().graphs))
+        held.append(sum(len(each) for _, each in tables._captures().graphs))
     assert step._graphs is not None and step._graphs.captures == 4
     assert held[1:] == held[:1] * 3
 

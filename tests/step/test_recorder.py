@@ -231,8 +231,8 @@ def test_a_capture_that_cannot_be_ended_is_told(
 def test_tables_of_graphs_that_are_gone_are_freed(
     world: World, made: CudaRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tables.Memory()
-    monkeypatch.setattr(tables, "_memory", lambda: kept)
+    kept = tables.Captures()
+    monkeypatch.setattr(tables, "_captures", lambda: kept)
     for _ in range(4):
         replay, _ = made.capture(lambda: kept.now.append(torch.ones(1)), ())
         assert [len(each) for graph, each in kept.graphs if graph() is not None] == [1]

@@ -11,7 +11,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import checking, forward_in_class, need, region, was_skipped
+from halfstep.kernels.sharded import has_parts
 from halfstep.policy import Policy, resolve
 from halfstep.torch_private.compiler import original_of
 
@@ -206,7 +206,7 @@ class Accelerator(accelerate.Accelerator):
             self._bind(models, optimizers)
             return super().prepare(*args, device_placement=device_placement)
         # fully_shard replaces parameters, and low ones must be sharded before they are lowered
-        sharded = any(hasattr(p, "device_mesh") for model in models for p in model.parameters())  # by hs.shard
+        sharded = any(map(has_parts, models))  # by hs.shard
         if self.policy.params == "low" and not sharded and any(map(hs.prepared_policy, models)):
             raise IntegrationError(
                 f"the model was given to hs.prepare with policy {self.policy.name!r} and is to be sharded, which "
@@ -397,7 +397,8 @@ def follow(accelerator: accelerate.Accelerator, policy: Policy | str | Path = "m
             )
         return accelerator
     before: Any = type(accelerator)
-    accelerator.__class__ = _following(before)
+    plain = before is accelerate.Accelerator
+    accelerator.__class__ = Accelerator if plain else type(before.__name__, (Accelerator, before), {})
     try:
         accelerator._follow(wanted)
     except BaseException:
@@ -405,11 +406,6 @@ def follow(accelerator: accelerate.Accelerator, policy: Policy | str | Path = "m
         raise
     followed: Accelerator = accelerator
     return followed
-
-
-@cache
-def _following(kind: type[accelerate.Accelerator]) -> type[Accelerator]:
-    return Accelerator if kind is accelerate.Accelerator else type(kind.__name__, (Accelerator, kind), {})
 
 
 def _refuse_precision(chosen: str, policy: Policy) -> None:

@@ -38,10 +38,8 @@ def unsupported(device: torch.device) -> str:
 
     The first call launches an empty kernel. If that fails, the reason is logged once, as a warning.
     """
-    if reason := refused():
+    if reason := refused() or ("" if find_spec("triton") is not None else "the package triton is not installed"):
         return reason
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
     found = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and found < OLDEST:
         return f"{device} has compute capability {found[0]}.{found[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}"

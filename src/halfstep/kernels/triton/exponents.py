@@ -50,37 +50,9 @@ INF32, INF64 = tl.constexpr(0x7F800000), tl.constexpr(TOP)
 
 
 @triton.jit
-def _places32(bits, inside):
-    """Return for fp32 patterns in int32: place, whether finite and not zero, magnitude, and whether below zero."""
-    size = bits & 0x7FFFFFFF
-    subnormal = size < 0x800000  # a multiple of the smallest number: as fp32 it shows its exponent
-    normal = tl.where(subnormal, tl.cast(size.to(tl.float32), tl.int32, bitcast=True), size)
-    place = (normal >> 23) - (127 + OUTER) - tl.where(subnormal, 149, 0)
-    place += tl.where((normal & 0x7FFFFF) == 0, MANY_BINS, 0)
-    number = inside & (size > 0) & (size < INF32)
-    special = SPECIALS + tl.where(size == 0, 0, tl.where(size == INF32, 1, 2))
-    counted = tl.where(number, place, tl.where(inside, special, NOWHERE))
-    return counted, number, size, inside & (bits < 0) & (size > 0) & (size <= INF32)
-
-
-@triton.jit
-def _places64(bits, inside):
-    """Return the same for fp64 patterns in int64; outermost bins take what lies beyond them, powers of two as well."""
-    size = bits & 0x7FFFFFFFFFFFFFFF
-    place = (size >> 52).to(tl.int32) - (1023 + OUTER)  # subnormals go to the first bin with it
-    inner = (place > 0) & (place < MANY_BINS - 1)
-    place = tl.minimum(tl.maximum(place, 0), MANY_BINS - 1)
-    place += tl.where(inner & ((size & 0xFFFFFFFFFFFFF) == 0), MANY_BINS, 0)
-    number = inside & (size > 0) & (size < INF64)
-    special = SPECIALS + tl.where(size == 0, 0, tl.where(size == INF64, 1, 2))
-    counted = tl.where(number, place, tl.where(inside, special, NOWHERE))
-    return counted, number, size, inside & (bits < 0) & (size > 0) & (size <= INF64)
-
-
-@triton.jit
-def _bits(address, offsets, inside, KIND: tl.constexpr, WHOLE: tl.constexpr):
+def _bits(address, offsets, mask, KIND: tl.constexpr):
     """Return the patterns of the numbers at `offsets`, those of fp64 in int64, all others as fp32 in int32."""
-    words = load(address, offsets, inside, KIND, WHOLE, WHOLE)
+    words = load(address, offsets, mask, KIND, True)
     number = words if KIND == "fp64" else wide(words, KIND)
     return tl.cast(number, tl.int64 if KIND == "fp64" else tl.int32, bitcast=True)
 
@@ -107,7 +79,21 @@ def _near(bits, base, KIND: tl.constexpr, TOP: tl.constexpr):
 @triton.jit
 def _counted(bits, inside, negatives, largest, smallest, KIND: tl.constexpr, TOP: tl.constexpr):
     """Count the numbers that are `inside` in all places: return their histogram and the three with them."""
-    counted, number, size, below = _places64(bits, inside) if KIND == "fp64" else _places32(bits, inside)
+    size = bits & (TOP | (TOP - 1))
+    if KIND == "fp64":  # outermost bins take what lies beyond them, powers of two and subnormals as well
+        place = (size >> 52).to(tl.int32) - (1023 + OUTER)
+        power = (place > 0) & (place < MANY_BINS - 1) & ((size & 0xFFFFFFFFFFFFF) == 0)
+        place = tl.minimum(tl.maximum(place, 0), MANY_BINS - 1)
+    else:
+        subnormal = size < 0x800000  # a multiple of the smallest number: as fp32 it shows its exponent
+        normal = tl.where(subnormal, tl.cast(size.to(tl.float32), tl.int32, bitcast=True), size)
+        place = (normal >> 23) - (127 + OUTER) - tl.where(subnormal, 149, 0)
+        power = (normal & 0x7FFFFF) == 0
+    place += tl.where(power, MANY_BINS, 0)
+    number = inside & (size > 0) & (size < TOP)
+    below = inside & (bits < 0) & (size > 0) & (size <= TOP)
+    special = SPECIALS + tl.where(size == 0, 0, tl.where(size == TOP, 1, 2))
+    counted = tl.where(number, place, tl.where(inside, special, NOWHERE))
     negatives, largest, smallest = _ends(number, below, size, negatives, largest, smallest, TOP)
     return tl.histogram(counted, PLACES), negatives, largest, smallest
 
@@ -150,13 +136,12 @@ def exponents_kernel(
     bias: tl.constexpr = (1023 if KIND == "fp64" else 127) + OUTER  # from a place to an exponent as it is stored
     head = tl.minimum(((-(address + begin * BYTES)) & 15) // BYTES, end - begin)
     whole = (end - begin - head) // BLOCK
-    first = _bits(address, begin + lanes, begin + lanes < end, KIND, False)
+    first = _bits(address, begin + lanes, begin + lanes < end, KIND)
     size, top, _ = _near(first, 0, KIND, TOP)
     base = tl.max(tl.where(size < TOP, top, 0), 0) - BELOW
     base = tl.minimum(tl.maximum(base, LEAST64 if KIND == "fp64" else 1), MOST64 if KIND == "fp64" else 255 - NEAR)
     for block in range(0, whole):
-        offsets = begin + head + block * BLOCK + lanes
-        bits = _bits(address, offsets, offsets < end, KIND, True)
+        bits = _bits(address, begin + head + block * BLOCK + lanes, None, KIND)
         size, near, known = _near(bits, base, KIND, TOP)
         near += tl.where((size & power) == 0, WINDOW // 2, 0)
         few += tl.histogram(tl.where(known, near, tl.where(size == 0, NEAR, WINDOW - 1)), WINDOW)
@@ -173,14 +158,14 @@ def exponents_kernel(
     else:  # numbers beyond the window, inf, nan
         negatives = tl.zeros((THREADS,), tl.int32)
         for block in range(0, whole):
-            bits = _bits(address, begin + head + block * BLOCK + lanes, lanes >= 0, KIND, True)
+            bits = _bits(address, begin + head + block * BLOCK + lanes, None, KIND)
             more, negatives, largest, smallest = _counted(bits, lanes >= 0, negatives, largest, smallest, KIND, TOP)
             counts += more
     rest = end - begin - whole * BLOCK  # of the head and after the whole blocks, which may be more than a block
     for start in range(0, rest, BLOCK // 2):
         places = start + tl.arange(0, BLOCK // 2)
         offsets = begin + places + tl.where(places < head, 0, whole * BLOCK)
-        bits = _bits(address, offsets, places < rest, KIND, False)
+        bits = _bits(address, offsets, places < rest, KIND)
         more, negatives, largest, smallest = _counted(bits, places < rest, negatives, largest, smallest, KIND, TOP)
         counts += more
     places = tl.arange(0, PLACES)
@@ -202,7 +187,7 @@ def exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
         raise ValueError(f"{len(tensors)} tensors need as many rows, contiguous; got {tuple(rows.shape)}")
     dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
     with on(rows.device):
-        table, layout = plan_walk([dense], BLOCK)
+        places, layout = plan_walk([dense], BLOCK)
         chunks = layout.chunks.here()
         for launch in layout.launches:
             dtype = launch.dtypes[0]
@@ -210,7 +195,7 @@ def exponents_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
             double = dtype is torch.float64
             block, top = THREADS * (2 if double else 4), (INF64 if double else INF32).value
             shape = {"CHUNK": layout.chunk, "BLOCK": block, "THREADS": THREADS, "BYTES": dtype.itemsize, "ROW": ROW}
-            tables = table, chunks, rows, len(dense), launch.first
+            tables = places, chunks, rows, len(dense), launch.first
             exponents_kernel[(launch.programs,)](*tables, KIND=KINDS[dtype], TOP=top, **shape, **OPTIONS)
 
 

@@ -77,43 +77,6 @@ def _logits(address, count, KIND: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl
     return wide(tl.cast(words, tl.float16, bitcast=True) if KIND == "fp16" else words, KIND)
 
 
-@triton.jit
-def _lse(
-    row,
-    top,
-    by_class,  # of the first class of this row, or None
-    CLASSES,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Return log(exp(top) + sum(exp(x))) of the row at address `row`, and the sum of by_class * x."""
-    total = 1.0
-    dot = 0.0
-    for begin in range(0, CLASSES, BLOCK):
-        places = begin + tl.arange(0, BLOCK)
-        inside = places < CLASSES
-        x = tl.where(inside, _logits(row + 2 * begin, CLASSES - begin, KIND, BLOCK, ALIGNED), -float("inf"))
-        above = tl.maximum(top, tl.max(x, 0))
-        base = tl.where(above == -float("inf"), 0.0, above)  # -inf minus itself would be nan
-        total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
-        top = above
-        if by_class is not None:
-            share = tl.load(by_class + places, mask=inside, other=0.0)
-            dot += tl.sum(tl.where(inside, share * x, 0.0), 0)
-    return top + tl.log(total), dot
-
-
-@triton.jit
-def _rounded(wide, BF16: tl.constexpr):
-    """Round half to even to the numbers of bf16: Triton's interpreter cuts off where a GPU rounds."""
-    if BF16:
-        bits = wide.to(tl.uint32, bitcast=True)
-        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        wide = tl.where(wide != wide, bits, even).to(tl.float32, bitcast=True)
-    return wide
-
-
 @triton.jit(do_not_specialize=["stride", "first", "CLASSES"])
 def sums_kernel(
     lse,
@@ -135,35 +98,45 @@ def sums_kernel(
     top = tl.load(lse + index, mask=first > 0, other=-float("inf"))
     if by_class is not None:
         by_class += first
-    total, more = _lse(tl.cast(row, tl.int64), top, by_class, CLASSES, KIND, BLOCK, ALIGNED)
+    address = tl.cast(row, tl.int64)
+    total = 1.0
+    more = 0.0
+    for begin in range(0, CLASSES, BLOCK):
+        places = begin + tl.arange(0, BLOCK)
+        inside = places < CLASSES
+        x = tl.where(inside, _logits(address + 2 * begin, CLASSES - begin, KIND, BLOCK, ALIGNED), -float("inf"))
+        above = tl.maximum(top, tl.max(x, 0))
+        base = tl.where(above == -float("inf"), 0.0, above)  # -inf minus itself would be nan
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
+        top = above
+        if by_class is not None:
+            share = tl.load(by_class + places, mask=inside, other=0.0)
+            more += tl.sum(tl.where(inside, share * x, 0.0), 0)
     place = tl.load(target + index) - first
     known = (place >= 0) & (place < CLASSES)
-    x = tl.load(row + place, mask=known, other=0.0).to(tl.float32)
+    logit = tl.load(row + place, mask=known, other=0.0).to(tl.float32)
     before = tl.load(own + index, mask=first > 0, other=float("nan"))
-    tl.store(lse + index, total)
-    tl.store(own + index, tl.where(known, x, before))
+    tl.store(lse + index, top + tl.log(total))
+    tl.store(own + index, tl.where(known, logit, before))
     if by_class is not None:
         tl.store(dot + index, tl.load(dot + index, mask=first > 0, other=0.0) + more)
 
 
 @triton.jit
-def _gradients(
-    x,
-    places,
-    inside,
-    label,
-    lse,
-    taken,
-    factor,
-    share,  # None without smoothing, as `by_class`
-    by_class,
-    BF16: tl.constexpr,
-):
-    """Return the gradients of the logits `x`, of classes `places`, fp32 rounded to the format of the logits."""
+def _gradients(x, places, inside, of_row, share, by_class, KIND: tl.constexpr):
+    """Return the gradients of the logits `x`, of classes `places`, fp32 rounded to the format of the logits.
+
+    Without smoothing `share` and `by_class` are None.
+    """
+    label, lse, taken, factor = of_row
     grad = tl.exp(x - lse) * factor - tl.where(places == label, taken, 0.0)
     if by_class is not None:
         grad -= share * tl.load(by_class + places, mask=inside, other=0.0)
-    return _rounded(grad, BF16)
+    if KIND == "bf16":  # half to even: Triton's interpreter cuts off where a GPU rounds
+        bits = grad.to(tl.uint32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        grad = tl.where(grad != grad, bits, even).to(tl.float32, bitcast=True)
+    return grad
 
 
 @triton.jit(do_not_specialize=["stride", "into_stride", "first", "CLASSES"])
@@ -188,15 +161,13 @@ def gradient_kernel(
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     into = out + index * into_stride
-    label = tl.load(labels + index) - first
     address = tl.cast(row, tl.int64)
-    total = tl.load(lse + index)
-    taken = tl.load(own + index)
-    factor = tl.load(every + index)
     share = None
     if by_class is not None:
         share = tl.load(scale + index)
         by_class += first
+    label = tl.load(labels + index) - first
+    of_row = label, tl.load(lse + index), tl.load(own + index), tl.load(every + index)
     head = 0
     if not ALIGNED:
         head = ((-tl.cast(into, tl.int64) & 15) >> 1).to(tl.int32)
@@ -207,13 +178,13 @@ def gradient_kernel(
         places = head + begin + lanes
         inside = lanes // 8 < (whole - begin) // 8
         x = _logits(address + 2 * (head + begin), whole - begin, KIND, BLOCK, ALIGNED)
-        grad = _gradients(x, places, inside, label, total, taken, factor, share, by_class, KIND == "bf16")
+        grad = _gradients(x, places, inside, of_row, share, by_class, KIND)
         tl.store(tl.multiple_of(into + places, 16), grad.to(out.dtype.element_ty), mask=inside)
     lanes = tl.arange(0, 16)  # eight for what lies before the whole parts and eight for what follows
     places = tl.where(lanes < 8, lanes, head + whole - 8 + lanes)
     inside = tl.where(lanes < 8, lanes < head, places < CLASSES)
     x = tl.load(row + places, mask=inside, other=0.0).to(tl.float32)
-    grad = _gradients(x, places, inside, label, total, taken, factor, share, by_class, KIND == "bf16")
+    grad = _gradients(x, places, inside, of_row, share, by_class, KIND)
     tl.store(into + places, grad.to(out.dtype.element_ty), mask=inside)
 
 

@@ -48,10 +48,10 @@ def squares_kernel(
     whole = (end - begin) // BLOCK
     for block in range(0, whole):
         offsets = begin + block * BLOCK + lanes
-        value = wide(load(address, offsets, offsets < end, KIND, True, ALIGNED), KIND)
+        value = wide(load(address, offsets, None, KIND, ALIGNED), KIND)
         total += value * value
     offsets = begin + whole * BLOCK + lanes
-    value = wide(load(address, offsets, offsets < end, KIND, False, ALIGNED), KIND)
+    value = wide(load(address, offsets, offsets < end, KIND, ALIGNED), KIND)
     total += value * value
     tl.store(sums + program, tl.sum(total, 0))
 
@@ -136,8 +136,9 @@ def norms(gradients: Sequence[Tensor]) -> Tensor:
     device = gradients[0].device
     with on(device):
         rows, layout = plan_walk([gradients], BLOCK)
-        chunks, count = layout.chunks.here(), len(gradients)
+        count = len(gradients)
         sums = torch.empty(max(layout.programs, 1), dtype=torch.float32, device=device)
+        chunks = layout.chunks.here()
         for launch in layout.launches:
             kind = {"KIND": KINDS[launch.dtypes[0]], "ALIGNED": launch.aligned, "CHUNK": layout.chunk, "BLOCK": BLOCK}
             tables = rows, chunks, sums, count, launch.first

@@ -73,12 +73,13 @@ class Copied:
             self.tensor = values.to(device)
             return
         if torch.cuda.is_current_stream_capturing():
-            host = _memory().take(self.words)
+            captures = _captures()
+            host = captures.take(self.words)
             host.copy_(values.flatten())
             self.tensor = host.to(device, non_blocking=True).view(values.shape)
-            _memory().now += (host, self.tensor)
+            captures.now += (host, self.tensor)
             return
-        _memory().hold(self.words)
+        _captures().hold(self.words)
         self.tensor = values.pin_memory().to(device, non_blocking=True)
         self.stream = torch.cuda.current_stream(device)
         self.copied = torch.cuda.Event()
@@ -89,25 +90,55 @@ class Copied:
         if self.stream is None:
             return self.tensor
         if torch.cuda.is_current_stream_capturing():
-            _memory().now.append(self.tensor)
+            _captures().now.append(self.tensor)
         elif (stream := torch.cuda.current_stream(self.tensor.device)) != self.stream:
             stream.wait_event(self.copied)
             self.tensor.record_stream(stream)
         return self.tensor
 
 
+class Captures:
+    """What captures of CUDA graphs use: pinned words for tables made meanwhile, and the tables that graphs read.
+
+    Tables of a capture outside of `tables_of` are kept for good.
+    """
+
+    def __init__(self) -> None:
+        self.free = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.now: list[Tensor] = []
+        self.graphs: list[tuple[ref[object], list[Tensor]]] = []
+
+    def hold(self, words: int) -> None:
+        """Make sure that some tables of `words` words can be made during a capture."""
+        if self.free.numel() < max(RESERVE // 2, 8 * words):
+            self.free = torch.empty(max(RESERVE, 16 * words), dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def take(self, words: int) -> Tensor:
+        """Return `words` of the pinned ones."""
+        if self.free.numel() < words:
+            raise RuntimeError(
+                f"a table of {words} words is needed while a CUDA graph is captured, and {self.free.numel()} words of "
+                "pinned memory are left; make a step with the same tensors before the capture"
+            )
+        taken, self.free = self.free[:words], self.free[words:]
+        return taken
+
+
+_captures = cache(Captures)
+
+
 @contextmanager
 def tables_of(graph: object, device: torch.device) -> Iterator[None]:
     """Keep the tables that a capture inside uses as long as `graph`; free those of graphs that are gone."""
-    kept = _memory()
-    kept.graphs = [(one, of) for one, of in kept.graphs if one() is not None or of[-1].device != device]
-    before, kept.now = kept.now, []
+    captures = _captures()
+    captures.graphs = [(one, of) for one, of in captures.graphs if one() is not None or of[-1].device != device]
+    before, captures.now = captures.now, []
     try:
         yield
     finally:
-        if kept.now:
-            kept.graphs.append((ref(graph), kept.now))
-        kept.now = before
+        if captures.now:
+            captures.graphs.append((ref(graph), captures.now))
+        captures.now = before
 
 
 class Launch(NamedTuple):
@@ -131,21 +162,13 @@ class Layout(NamedTuple):
     facts: Tensor  # (2, tensors) int64, on the host: numbers of elements, and what tensors are called
 
 
-class Memory:
-    """What this process keeps: the tables used last, those that CUDA graphs use, and pinned words for captures.
-
-    Attributes:
-        now: what the capture that runs uses; of one outside of `tables_of` it is kept for good.
-        graphs: what earlier ones use, by graph.
-    """
+class TableCache:
+    """The tables used last."""
 
     def __init__(self) -> None:
         self.rows: OrderedDict[Hashable, tuple[Copied, Layout]] = OrderedDict()
         self.layouts: OrderedDict[Hashable, Layout] = OrderedDict()
-        self.words = 0  # of `rows`
-        self.now: list[Tensor] = []
-        self.graphs: list[tuple[ref[object], list[Tensor]]] = []
-        self.free = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.words = 0
 
     def keep(self, key: Hashable, known: tuple[Copied, Layout]) -> None:
         """Remember a table; drop those used longest ago, down to `REMEMBERED` words and `LAYOUTS` layouts."""
@@ -156,39 +179,25 @@ class Memory:
         while len(self.layouts) > LAYOUTS:
             self.layouts.popitem(last=False)
 
-    def hold(self, words: int) -> None:
-        """Make sure that some tables of `words` words can be made during a capture."""
-        if self.free.numel() < max(RESERVE // 2, 8 * words):
-            self.free = torch.empty(max(RESERVE, 16 * words), dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def take(self, words: int) -> Tensor:
-        """Return `words` of the pinned ones."""
-        if self.free.numel() < words:
-            raise RuntimeError(
-                f"a table of {words} words is needed while a CUDA graph is captured, and {self.free.numel()} words of "
-                "pinned memory are left; make a step with the same tensors before the capture"
-            )
-        taken, self.free = self.free[:words], self.free[words:]
-        return taken
-
-
-_memory = cache(Memory)
+_tables = cache(TableCache)
 
 
 def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> tuple[Tensor, Layout]:
     """Return how kernels walk over `lists`, with the same tables as before if nothing has moved.
 
-    The tensor is (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; names of tensors.
+    The first is (lists + 2, tensors) int64: addresses, 0 for an empty list; numbers of elements; what tensors are
+    called.
     """
     places = tuple([t.data_ptr() for tensors in lists for t in tensors])
     formats = tuple([t.dtype for tensors in lists for t in tensors])
     sizes = tuple([t.numel() for t in lists[-1]])
     device = lists[0][0].device
     key = (device, places, formats, sizes, tuple(map(len, lists)), block, start)
-    memory = _memory()
+    memory = _tables()
     known = memory.rows.get(key)
     if known is None:
-        known = _rows(lists, places, formats, sizes, device, block, start)
+        known = _rows(lists, key)
         if not capturing(device.type):  # else only the graph's replays copy them
             memory.keep(key, known)
     else:
@@ -197,37 +206,24 @@ def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> 
     return rows.here(), layout
 
 
-def _rows(
-    lists: Sequence[Sequence[Tensor]],
-    places: tuple[int, ...],
-    formats: tuple[torch.dtype, ...],
-    sizes: tuple[int, ...],
-    device: torch.device,
-    block: int,
-    start: int,
-) -> tuple[Copied, Layout]:
-    full = [bool(tensors) for tensors in lists]
+def _rows(lists: Sequence[Sequence[Tensor]], walk: tuple[Any, ...]) -> tuple[Copied, Layout]:
+    device, places, _, sizes, _, block, start = walk
+    formats = [[t.dtype for t in tensors] or [None] * len(sizes) for tensors in lists]
     addresses = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(sizes))
     odd = tuple((addresses % ALIGNMENT).any(0).tolist())
-    key = (device, formats, sizes, odd, tuple(full), block, start)
-    memory = _memory()
+    key = (tuple(zip(*formats, strict=True)), sizes, odd, device, block, start)
+    memory = _tables()
     layout = memory.layouts.get(key)
     if layout is None:
-        layout = _layout(list(zip(*_by_list(formats, full, len(sizes)), strict=True)), sizes, odd, device, block, start)
+        layout = _layout(*key)
         if not capturing(device.type):
             memory.layouts[key] = layout
     else:
         memory.layouts.move_to_end(key)
     rows = torch.zeros(len(lists) + 2, len(sizes), dtype=torch.int64, device="cpu")
-    rows[[n for n, some in enumerate(full) if some]] = addresses[:, layout.order]
+    rows[[n for n, some in enumerate(lists) if some]] = addresses[:, layout.order]
     rows[len(lists) :] = layout.facts
     return Copied(rows, device), layout
-
-
-def _by_list(formats: tuple[torch.dtype, ...], full: list[bool], count: int) -> list[Sequence[torch.dtype | None]]:
-    """Return the formats of each list, None for the tensors that an empty one does not have."""
-    following = (formats[i : i + count] for i in range(0, len(formats), count))
-    return [next(following) if some else [None] * count for some in full]
 
 
 def _layout(

@@ -56,6 +56,16 @@ def wide_number(bits):
 
 
 @triton.jit
+def power(base, exponents, BITS: tl.constexpr):
+    """Return fp64 `base` to the power of each of `exponents`, int32, by squaring."""
+    found = tl.full(exponents.shape, 1.0, tl.float64)
+    for digit in tl.static_range(BITS):
+        found = tl.where(((exponents >> digit) & 1) == 1, found * base, found)
+        base = base * base
+    return found
+
+
+@triton.jit
 def learning_rate(rate, lr):
     """Return the learning rate, fp64: `rate`, a tensor, if there is one, else that of the pattern `lr`."""
     return wide_number(lr) if rate is None else tl.load(rate).to(tl.float64)
@@ -84,23 +94,10 @@ def count_kernel(
     steps_at = tl.cast(tl.load(rows + STEP_AT * count + columns, mask=mask, other=0), tl.pointer_type(tl.float32))
     steps = tl.load(steps_at, mask=mask, other=0.0) + 1.0
     tl.store(steps_at, steps, mask=mask)
-    left = steps.to(tl.int32)
-    base1 = wide_number(beta1) + tl.zeros((FEW,), tl.float64)
-    base2 = wide_number(beta2) + tl.zeros((FEW,), tl.float64)
-    cooled = wide_number(cooling) + tl.zeros((FEW,), tl.float64)
-    power1 = tl.zeros((FEW,), tl.float64) + 1.0
-    power2 = tl.zeros((FEW,), tl.float64) + 1.0
-    coolness = tl.zeros((FEW,), tl.float64) + 1.0
-    for _ in range(0, BITS):  # by squaring
-        odd = (left & 1) == 1
-        power1 = tl.where(odd, power1 * base1, power1)
-        power2 = tl.where(odd, power2 * base2, power2)
-        coolness = tl.where(odd, coolness * cooled, coolness)
-        base1 = base1 * base1
-        base2 = base2 * base2
-        cooled = cooled * cooled
-        left = left >> 1
+    done = steps.to(tl.int32)
+    power2 = power(wide_number(beta2), done, BITS)
     if METHOD == "nadam":
+        coolness = power(wide_number(cooling), done, BITS)
         momentum = wide_number(beta1) * (1.0 - 0.5 * coolness)
         following = wide_number(beta1) * (1.0 - 0.5 * (coolness * wide_number(cooling)))
         at = tl.cast(tl.load(rows + PRODUCT_AT * count + columns, mask=mask, other=0), tl.pointer_type(tl.float32))
@@ -112,73 +109,42 @@ def count_kernel(
         tl.store(corrections + 3 * columns + 1, (1.0 - power2).to(tl.float32), mask=mask)
         tl.store(corrections + 3 * columns + 2, slope.to(tl.float32), mask=mask)
     else:
-        size = learning_rate(rate, lr) / (1.0 - power1)
+        size = learning_rate(rate, lr) / (1.0 - power(wide_number(beta1), done, BITS))
         tl.store(corrections + 3 * columns + 1, tl.sqrt(1.0 - power2).to(tl.float32), mask=mask)
     tl.store(corrections + 3 * columns, size.to(tl.float32), mask=mask)
 
 
 @triton.jit
 def update_block(
-    weight_at,
-    beside_at,
-    first_at,
-    second_at,
-    gradient_at,
-    offsets,
-    mask,
-    name,
-    step_key,
-    factor,
-    size,
-    root,
-    slope,
-    decay,
-    weight_decay,
-    a,
-    b,
-    c,
-    d,
-    METHOD: tl.constexpr,
-    FORM: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BESIDE: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    VARIANT: tl.constexpr,
-    DECAYS: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    at, offsets, mask, name, step_key, numbers, RULE: tl.constexpr, KINDS: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Update the numbers at `offsets` of one parameter, as the spec's reference, line by line."""
-    bits = offsets  # not read where nothing is rounded stochastically
-    first_bits = offsets
-    second_bits = offsets
-    if step_key is not None:
-        mixed = mix(offsets.to(tl.uint32))
-        bits = noise(step_key, name, 0, mixed)
-        first_bits = noise(step_key, name, 1, mixed)
-        second_bits = noise(step_key, name, 2, mixed)
-    gradient = wide(load(gradient_at, offsets, mask, GRADIENT, WHOLE, ALIGNED), GRADIENT) * factor
-    value = take(weight_at, beside_at, offsets, mask, FORM, WEIGHT, WHOLE, ALIGNED)
+    weight_at, beside_at, first_at, second_at, gradient_at = at
+    factor, size, root, slope, decay, weight_decay, a, b, c, d = numbers
+    METHOD, VARIANT, DECAYS, MAXIMIZE = RULE
+    FORM, WEIGHT, BESIDE, FIRST, SECOND, GRADIENT = KINDS
+    STORED: tl.constexpr = (FORM, WEIGHT, BESIDE)
+    mixed = mix(offsets.to(tl.uint32))
+    first_bits = noise(step_key, name, 1, mixed)
+    gradient = wide(load(gradient_at, offsets, mask, GRADIENT, ALIGNED), GRADIENT) * factor
+    value = take(weight_at, beside_at, offsets, mask, STORED, ALIGNED)
     if MAXIMIZE:
         gradient = -gradient
     if METHOD == "lion":
-        average = wide(load(first_at, offsets, mask, FIRST, WHOLE, ALIGNED), FIRST)
+        average = wide(load(first_at, offsets, mask, FIRST, ALIGNED), FIRST)
         direction = average + (gradient - average) * a
         direction = tl.where(direction > 0.0, 1.0, tl.where(direction < 0.0, -1.0, 0.0))
         value = value * decay
         value = value - direction * size
         average = average + (gradient - average) * b
-        keep(average, first_at, offsets, mask, first_bits, FIRST, WHOLE, ALIGNED)
+        keep(average, first_at, offsets, mask, first_bits, FIRST, ALIGNED)
     elif METHOD == "sgd":
         if DECAYS:
             gradient = gradient + value * weight_decay
         if FIRST != "none":
-            average = wide(load(first_at, offsets, mask, FIRST, WHOLE, ALIGNED), FIRST)
+            average = wide(load(first_at, offsets, mask, FIRST, ALIGNED), FIRST)
             average = average * a + gradient
-            keep(average, first_at, offsets, mask, first_bits, FIRST, WHOLE, ALIGNED)
+            keep(average, first_at, offsets, mask, first_bits, FIRST, ALIGNED)
             if VARIANT:  # nesterov
                 gradient = gradient + average * a
             else:
@@ -189,9 +155,9 @@ def update_block(
             value = value * decay
         elif DECAYS:
             gradient = gradient + value * weight_decay
-        mean = wide(load(first_at, offsets, mask, FIRST, WHOLE, ALIGNED), FIRST)
+        mean = wide(load(first_at, offsets, mask, FIRST, ALIGNED), FIRST)
         mean = mean + (gradient - mean) * a
-        square = wide(load(second_at, offsets, mask, SECOND, WHOLE, ALIGNED), SECOND) * b
+        square = wide(load(second_at, offsets, mask, SECOND, ALIGNED), SECOND) * b
         square = square + gradient * gradient * c
         if METHOD == "nadam":
             below = tl.sqrt_rn(tl.div_rn(square, root)) + d
@@ -199,9 +165,9 @@ def update_block(
             value = value - size * tl.div_rn(mean, below)
         else:
             value = value - size * tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root) + d)
-        keep(mean, first_at, offsets, mask, first_bits, FIRST, WHOLE, ALIGNED)
-        keep(square, second_at, offsets, mask, second_bits, SECOND, WHOLE, ALIGNED)
-    put(value, weight_at, beside_at, offsets, mask, bits, FORM, WEIGHT, BESIDE, WHOLE, ALIGNED)
+        keep(mean, first_at, offsets, mask, first_bits, FIRST, ALIGNED)
+        keep(square, second_at, offsets, mask, noise(step_key, name, 2, mixed), SECOND, ALIGNED)
+    put(value, weight_at, beside_at, offsets, mask, noise(step_key, name, 0, mixed), STORED, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["count", "first", "lr", "wide_decay"])
@@ -243,11 +209,13 @@ def update_kernel(
     column = tl.load(chunks + 2 * program)
     begin = tl.load(chunks + 2 * program + 1) * CHUNK
     rows += column
-    weight_at = tl.load(rows + WEIGHT_AT * count)
-    beside_at = tl.load(rows + BESIDE_AT * count)
-    first_at = tl.load(rows + FIRST_AT * count)
-    second_at = tl.load(rows + SECOND_AT * count)
-    gradient_at = tl.load(rows + GRADIENT_AT * count)
+    at = (
+        tl.load(rows + WEIGHT_AT * count),
+        tl.load(rows + BESIDE_AT * count),
+        tl.load(rows + FIRST_AT * count),
+        tl.load(rows + SECOND_AT * count),
+        tl.load(rows + GRADIENT_AT * count),
+    )
     end = tl.minimum(begin + CHUNK, tl.load(rows + SIZE_AT * count))
     name = tl.load(rows + NAME_AT * count)
     wide_rate = learning_rate(rate, lr)
@@ -260,26 +228,19 @@ def update_kernel(
         root = tl.load(corrections + 3 * column + 1)
         if METHOD == "nadam":
             slope = tl.load(corrections + 3 * column + 2)
-    step_key = None
+    step_key = tl.full((), 0, tl.uint32)  # not used where nothing is rounded stochastically
     if FORM == "stochastic" or FIRST == "bf16" or SECOND == "bf16":
         step_key = key(draws)
-    unscale = tl.load(factor)
+    numbers = tl.load(factor), size, root, slope, decay, weight_decay, a, b, c, d
+    RULE: tl.constexpr = (METHOD, VARIANT, DECAYS, MAXIMIZE)
+    KINDS: tl.constexpr = (FORM, WEIGHT, BESIDE, FIRST, SECOND, GRADIENT)
     lanes = tl.arange(0, BLOCK)
     whole = (end - begin) // BLOCK
     for block in range(0, whole):
-        offsets = begin + block * BLOCK + lanes
-        update_block(
-            weight_at, beside_at, first_at, second_at, gradient_at, offsets, offsets < end, name, step_key, unscale,
-            size, root, slope, decay, weight_decay, a, b, c, d,
-            METHOD, FORM, WEIGHT, BESIDE, FIRST, SECOND, GRADIENT, VARIANT, DECAYS, MAXIMIZE, True, ALIGNED,
-        )  # fmt: skip
+        update_block(at, begin + block * BLOCK + lanes, None, name, step_key, numbers, RULE, KINDS, ALIGNED)
     if begin + whole * BLOCK < end:
         offsets = begin + whole * BLOCK + lanes
-        update_block(
-            weight_at, beside_at, first_at, second_at, gradient_at, offsets, offsets < end, name, step_key, unscale,
-            size, root, slope, decay, weight_decay, a, b, c, d,
-            METHOD, FORM, WEIGHT, BESIDE, FIRST, SECOND, GRADIENT, VARIANT, DECAYS, MAXIMIZE, False, ALIGNED,
-        )  # fmt: skip
+        update_block(at, offsets, offsets < end, name, step_key, numbers, RULE, KINDS, ALIGNED)
 
 
 def update(spec: OptimizerSpec, weights: Tensors, beside: Tensors, *given: Any) -> None:

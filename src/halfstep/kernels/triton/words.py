@@ -5,7 +5,7 @@ everywhere, Triton's interpreter included, whose own conversion truncates.
 
 Note [whole blocks]: a thread loads 16 bytes at once only where the compiler knows that the address is a multiple of 16
 and that no lane is masked. Both come from tables here, so kernels work on all whole blocks of a tensor without a mask
-(`WHOLE`), with the alignment promised if the host has checked it (`ALIGNED`), and on what is left with one.
+(`mask` is None), with the alignment promised if the host has checked it (`ALIGNED`), and on what is left with one.
 """
 
 from __future__ import annotations
@@ -21,50 +21,37 @@ from halfstep.kernels.triton.tables import FAITHFUL, on
 
 
 @triton.jit
-def pointer(address, KIND: tl.constexpr):
-    """Return `address`, int64, as a pointer to numbers of `KIND`: fp64, fp32, fp16, bf16, int16."""
+def pointers(address, offsets, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return pointers to numbers of `KIND` (fp64, fp32, fp16, bf16, int16) at `offsets` from `address`, int64."""
     if KIND == "fp64":
-        found = tl.cast(address, tl.pointer_type(tl.float64))
+        base = tl.cast(address, tl.pointer_type(tl.float64))
     elif KIND == "fp32":
-        found = tl.cast(address, tl.pointer_type(tl.float32))
+        base = tl.cast(address, tl.pointer_type(tl.float32))
     elif KIND == "fp16":
-        found = tl.cast(address, tl.pointer_type(tl.float16))
+        base = tl.cast(address, tl.pointer_type(tl.float16))
     else:
-        found = tl.cast(address, tl.pointer_type(tl.uint16))
-    return found
+        base = tl.cast(address, tl.pointer_type(tl.uint16))
+    places = base + offsets
+    if mask is None:
+        if ALIGNED:
+            places = tl.multiple_of(places, 16)
+    return places
 
 
 @triton.jit
-def load(address, offsets, mask, KIND: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+def load(address, offsets, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Return what is stored at `offsets` from `address`; bf16 and int16 as uint16."""
-    base = pointer(address, KIND)
-    places = base + offsets
-    if WHOLE:
-        if ALIGNED:
-            places = tl.multiple_of(places, 16)
-        found = tl.load(places)
-    else:
-        found = tl.load(places, mask=mask, other=0)
-    return found
+    return tl.load(pointers(address, offsets, mask, KIND, ALIGNED), mask=mask, other=None if mask is None else 0)
 
 
 @triton.jit
-def store(address, offsets, mask, value, KIND: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+def store(address, offsets, mask, value, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Store `value`, fp32 rounded half to even, or uint16 as it is."""
-    base = pointer(address, KIND)
     if KIND == "bf16":
-        words = bf16_nearest(value)
+        value = bf16_nearest(value)
     elif KIND == "fp16":
-        words = value.to(tl.float16)
-    else:
-        words = value
-    places = base + offsets
-    if WHOLE:
-        if ALIGNED:
-            places = tl.multiple_of(places, 16)
-        tl.store(places, words)
-    else:
-        tl.store(places, words, mask=mask)
+        value = value.to(tl.float16)
+    tl.store(pointers(address, offsets, mask, KIND, ALIGNED), value, mask=mask)
 
 
 @triton.jit
@@ -160,66 +147,47 @@ def noise(step_key, name, stream: tl.constexpr, mixed):
 
 
 @triton.jit
-def take(
-    weight_at,
-    beside_at,
-    offsets,
-    mask,
-    FORM: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Return the fp32 value."""
-    low = load(weight_at, offsets, mask, WEIGHT, WHOLE, ALIGNED)
+def take(weight_at, beside_at, offsets, mask, STORED: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the fp32 value; `STORED` are the form and the kinds of weight and `beside`."""
+    FORM, WEIGHT, _ = STORED
+    low = load(weight_at, offsets, mask, WEIGHT, ALIGNED)
     if FORM == "split":
-        value = join(low, load(beside_at, offsets, mask, "int16", WHOLE, ALIGNED))
+        value = join(low, load(beside_at, offsets, mask, "int16", ALIGNED))
     elif FORM == "kahan":
-        value = wide(low, WEIGHT) + wide(load(beside_at, offsets, mask, WEIGHT, WHOLE, ALIGNED), WEIGHT)
+        value = wide(low, WEIGHT) + wide(load(beside_at, offsets, mask, WEIGHT, ALIGNED), WEIGHT)
     else:
         value = wide(low, WEIGHT)
     return value
 
 
 @triton.jit
-def put(
-    value,
-    weight_at,
-    beside_at,
-    offsets,
-    mask,
-    bits,
-    FORM: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BESIDE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def put(value, weight_at, beside_at, offsets, mask, bits, STORED: tl.constexpr, ALIGNED: tl.constexpr):
     """Store a new fp32 value; `bits` are noise, read only where it is rounded stochastically."""
+    FORM, WEIGHT, BESIDE = STORED
     if FORM == "split":
         low, rest = split(value)
-        store(weight_at, offsets, mask, low, WEIGHT, WHOLE, ALIGNED)
-        store(beside_at, offsets, mask, rest, "int16", WHOLE, ALIGNED)
+        store(weight_at, offsets, mask, low, WEIGHT, ALIGNED)
+        store(beside_at, offsets, mask, rest, "int16", ALIGNED)
     elif FORM == "kahan":
         low = nearest(value, WEIGHT)
         rest = nearest(finite_or_zero(value - low), WEIGHT)
         value = low + rest  # the second time settles ties: packing the sum again must give the same two numbers
         low = nearest(value, WEIGHT)
-        store(weight_at, offsets, mask, low, WEIGHT, WHOLE, ALIGNED)
-        store(beside_at, offsets, mask, finite_or_zero(value - low), WEIGHT, WHOLE, ALIGNED)
+        store(weight_at, offsets, mask, low, WEIGHT, ALIGNED)
+        store(beside_at, offsets, mask, finite_or_zero(value - low), WEIGHT, ALIGNED)
     elif FORM == "stochastic":
-        store(weight_at, offsets, mask, bf16_stochastic(value, bits), "bf16", WHOLE, ALIGNED)
+        store(weight_at, offsets, mask, bf16_stochastic(value, bits), "bf16", ALIGNED)
     else:
-        store(weight_at, offsets, mask, value, WEIGHT, WHOLE, ALIGNED)
+        store(weight_at, offsets, mask, value, WEIGHT, ALIGNED)
         if FORM == "copy":
-            store(beside_at, offsets, mask, value, BESIDE, WHOLE, ALIGNED)
+            store(beside_at, offsets, mask, value, BESIDE, ALIGNED)
 
 
 @triton.jit
-def keep(value, state_at, offsets, mask, bits, KIND: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr):
+def keep(value, state_at, offsets, mask, bits, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Store a new optimizer state: fp32 as it is, bf16 rounded stochastically."""
     words = bf16_stochastic(value, bits) if KIND == "bf16" else value
-    store(state_at, offsets, mask, words, KIND, WHOLE, ALIGNED)
+    store(state_at, offsets, mask, words, KIND, ALIGNED)
 
 
 # ------------------------------------------------------------------ whether Triton works on a device
