@@ -220,8 +220,8 @@ def test_a_format_changed_in_place_is_another_plan() -> None:
 
 
 def test_old_tables_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = tables.Memory()
-    monkeypatch.setattr(tables, "_memory", lambda: memory)
+    memory = tables.TableCache()
+    monkeypatch.setattr(tables, "_tables", lambda: memory)
     monkeypatch.setattr(tables, "REMEMBERED", 30)
     for size in range(1, 100):
         tables.plan_walk([[torch.empty(size)]], 16)
