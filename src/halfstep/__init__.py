@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from halfstep.checkpoints import load, on_preemption
     from halfstep.checkpoints.save import save
     from halfstep.errors import HalfstepError
-    from halfstep.kernels.optimizers import Lion
+    from halfstep.kernels.optimizers.lion import Lion
     from halfstep.lens import BlackBox, ExponentSketch, Monitor, SketchWriter
     from halfstep.lens.audit.audit import audit
     from halfstep.lens.mismatch import mismatch
@@ -53,7 +53,7 @@ _FILES = {
     "cast": "autocast linear_cross_entropy operator suspended",
     "checkpoints": "load on_preemption save",
     "errors": "HalfstepError",
-    "kernels.optimizers": "Lion",
+    "kernels.optimizers.lion": "Lion",
     "lens": "BlackBox ExponentSketch Monitor SketchWriter",
     "lens.audit.audit": "audit",
     "lens.mismatch": "mismatch",

@@ -22,7 +22,7 @@ def naming(optimizer: str, source: Path = SOURCE) -> list[str]:
 
 @pytest.mark.parametrize("optimizer", ["Lion", "NAdam"])
 def test_few_files_name_an_optimizer(optimizer: str) -> None:
-    assert 3 <= len(naming(optimizer)) <= MOST, naming(optimizer)
+    assert 4 <= len(naming(optimizer)) <= MOST, naming(optimizer)
 
 
 def test_a_file_that_names_it_is_found(tmp_path: Path) -> None:
