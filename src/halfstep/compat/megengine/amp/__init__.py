@@ -27,10 +27,9 @@ policy: Policy
 
 
 def _setting(name: str, doc: str) -> Any:
-    def change(module: ModuleType, value: Any) -> None:
-        settings.change(name, bool(value) if name == "enabled" else value)
-
-    return property(lambda module: getattr(settings.now(), name), change, doc=doc)
+    return property(
+        lambda module: getattr(settings.now(), name), lambda module, value: settings.change(name, value), doc=doc
+    )
 
 
 class _Switch(ModuleType):

@@ -64,11 +64,12 @@ def now() -> Frame:
 
 def change(name: str, value: Any) -> None:
     """Change a field of the frame in force up to the end of the innermost `autocast`; an error changes nothing."""
-    if name in ("low", "high"):
-        value = precision(value, f"{name}_prec_dtype")
-    given: dict[str, Any] = {name: hs.Policy.of(value) if name == "policy" else value}
+    if name == "policy":
+        value = hs.Policy.of(value)
+    else:
+        value = bool(value) if name == "enabled" else precision(value, f"{name}_prec_dtype")
     frame = now()
-    wanted = replace(frame, region=None, **given)
+    wanted = replace(frame, region=None, **{name: value})
     if wanted == frame:
         return
     if wanted.enabled:
