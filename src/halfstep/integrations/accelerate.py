@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 import halfstep as hs
 from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import checking, forward_in_class, need, region, was_skipped
-from halfstep.kernels.sharded import has_parts
 from halfstep.policy import Policy, resolve
 from halfstep.torch_private.compiler import original_of
 
@@ -206,7 +205,7 @@ class Accelerator(accelerate.Accelerator):
             self._bind(models, optimizers)
             return super().prepare(*args, device_placement=device_placement)
         # fully_shard replaces parameters, and low ones must be sharded before they are lowered
-        sharded = any(map(has_parts, models))  # by hs.shard
+        sharded = any(hasattr(p, "device_mesh") for model in models for p in model.parameters())  # by hs.shard
         if self.policy.params == "low" and not sharded and any(map(hs.prepared_policy, models)):
             raise IntegrationError(
                 f"the model was given to hs.prepare with policy {self.policy.name!r} and is to be sharded, which "

@@ -17,13 +17,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 import halfstep as hs
 from halfstep.errors import IntegrationError
 from halfstep.integrations.shared import checking, need, region
-from halfstep.kernels.sharded import has_parts
-from halfstep.scale.finite import gradients
 from halfstep.torch_private.compiler import optimized
 
 need("lightning", "2.5", extra="lightning")
@@ -137,7 +136,7 @@ class HalfstepPrecision(Precision):
         """Take the policy off the Trainer's model, whose weights are fp32 again; not if sharded or prepared before."""
         self._watch.close()
         for model in self._own:
-            if not has_parts(model):
+            if not _is_sharded(model):
                 with _class_methods(model):
                     hs.unprepare(model)
         self._modules, self._models, self._own = [], [], []
@@ -226,7 +225,7 @@ class HalfstepPrecision(Precision):
                 return scaler.step(optimizer, closure=closure)  # its error names what to do
             return optimizer.step(closure if model is None else lambda: self._wrap_closure(model, optimizer, closure))
         result = None if closure is None else closure()
-        due = any(gradients(optimizer))
+        due = _has_gradients(optimizer)
         if due:
             self.unscale_gradients(optimizer)
         else:
@@ -276,7 +275,7 @@ class HalfstepPrecision(Precision):
 
         Losses of several optimizers can run backward before the first of them steps; they are unscaled by one scale.
         """
-        if self._stepped and not any(any(gradients(o)) for o in self._attached if o not in self._stepped):
+        if self._stepped and not any(_has_gradients(o) for o in self._attached if o not in self._stepped):
             self._the_scaler().update()
             self._stepped.clear()
 
@@ -417,12 +416,16 @@ def _class_methods(module: nn.Module) -> Iterator[None]:
             from_compiled(optimized(module, context["dynamo_ctx"]))
 
 
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in module.parameters())
+
+
 def _load_precise(module: nn.Module, file: Path, key: str) -> None:
     """Load sharded weights again from a checkpoint of one file: torch has loaded them into the low ones, rounded.
 
     Collective: every rank must reach this call.
     """
-    if has_parts(module) and file.is_file():
+    if _is_sharded(module) and file.is_file():
         # weights_only: Lightning has just loaded the same file, with the user's choice of it
         saved = torch.load(file, mmap=True, map_location="cpu", weights_only=False)[key]
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
@@ -437,3 +440,7 @@ def _is_one(scaler: hs.GradScaler) -> bool:
 
 def _device_type(module: nn.Module) -> str:
     return next((p.device.type for p in module.parameters()), "cpu")
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -199,22 +199,12 @@ def row_sums_(
             sums_kernel[(len(logits),)](lse, own, dot, logits, logits.stride(0), target, shares, first, **options)
 
 
-def gradient(
-    logits: Tensor,
-    lse: Tensor,
-    label: Tensor,
-    own: Tensor,
-    every: Tensor,
-    scale: Tensor,
-    by_class: Tensor | None,
-    first: int,
-    *,
-    out: Tensor,
-) -> None:
-    """Write the gradient of logits (N, C) to `out`, which may be `logits`; label to by_class are those of `Shares`."""
+def gradient(logits: Tensor, *given: Any, out: Tensor) -> None:
+    """Write the gradient of logits (N, C) to `out`, which may be `logits`; `given` are lse, `Shares`, and a class."""
+    *tensors, first = given
     if len(logits):
         with on(logits.device):
-            dense = [None if t is None else t.contiguous() for t in (lse, label, own, every, scale, by_class)]
+            dense = [None if t is None else t.contiguous() for t in tensors]
             options = _options(logits, aligned=_aligned(logits) and _aligned(out))
             gradient_kernel[(len(logits),)](logits, logits.stride(0), out, out.stride(0), *dense, first, **options)
 

@@ -208,6 +208,7 @@ def plan_walk(lists: Sequence[Sequence[Tensor]], block: int, start: int = 0) -> 
 
 def _rows(lists: Sequence[Sequence[Tensor]], walk: tuple[Any, ...]) -> tuple[Copied, Layout]:
     device, places, _, sizes, _, block, start = walk
+    formats: list[Sequence[torch.dtype | None]]  # of each list; None for the tensors that an empty one does not have
     formats = [[t.dtype for t in tensors] or [None] * len(sizes) for tensors in lists]
     addresses = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, len(sizes))
     odd = tuple((addresses % ALIGNMENT).any(0).tolist())
