@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.testing import Counter, Counts, count_step
 
-X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+X, Y = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(4, dtype=torch.long)
 DEVICE_PREDICATE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
