@@ -191,15 +191,15 @@ def _print_operators(
         return
     by = {"table": f"table {table}", "": "-", "operator": "@hs.operator"}
     lines: list[Row] = []
-    for name, (rule, origin, reason) in rows:
-        why = (by.get(origin, f"field {origin}"), reason)
+    for name, decided in rows:
+        why = (by.get(decided.decided_by, f"field {decided.decided_by}"), decided.reason)
         if used is None:
-            lines.append((name, _rule(rule), *why))
+            lines.append((name, _rule(decided.rule), *why))
             continue
         calls = used.get(name, Counter[str]())
         gives = [(low if form == "low" else form, times) for form, times in calls.most_common()]
         words = gives[0][0] if len(gives) == 1 else ", ".join(f"{form} {times}" for form, times in gives)
-        lines.append((name, str(calls.total()), _rule(rule), words, *why))
+        lines.append((name, str(calls.total()), _rule(decided.rule), words, *why))
     if used is not None:
         say(out, "Operators that forward pass and loss call, with the first batch", style="bold")
         _show(out, ("operator", "calls", "rule", "gives", "decided by", "why (source)"), lines, numbers=(1,))

@@ -505,7 +505,7 @@ class StepBox(Box):
         return window if window is not None and window.explainable() else None
 
     def _topic(self, window: Window, place: str) -> Topic | None:
-        if window.flag is None or not bool(window.flag) or self.exchange is None:
+        if self.exchange is None or window.flag is None or not bool(window.flag):
             return None
         number = self._bad_steps + (not window.seen)  # not counted yet
         return Topic(self.exchange, f"{number}.{window.last}", place)
