@@ -66,7 +66,7 @@ def _missed() -> str:
         f"In scripts its rules were not written for, it finds about half of the mistakes: {old}, {second} and {third} "
         "in three sets, each scored once before its misses were cured; the author of the third had seen no rule. "
         f"{wrong} of {wrong + right} findings were wrong. The third set missed: {unseen}.\n\n"
-        f"Today a finding points to the mistake in {shares['both']} seeded scripts, in {shares['held out']} of those "
+        f"Today it finds the mistake in {shares['both']} scripts, in {shares['held out']} of those "
         f"held out. {both['wrong']} of {both['right'] + both['wrong']} findings are wrong. "
         f"Missed: {'; '.join(missed) or 'none of these kinds'}."
     )
