@@ -8,8 +8,8 @@ helper that builds the objects; held out: a class, a loop that is given the obje
 A line that begins with "-" is in the script with the mistake, one that begins with "+" in the one without.
 
 The files of `BLIND` hold whole scripts, in the style of people's: those of "first" were written before a rule was read,
-those of "second" after the cures of what was missed in "first". `blind` in the report is what each scored then, once,
-before a rule was changed for it; `summary` is of today.
+those of "second" after the cures of what was missed in "first", those of "third" later, by somebody who had seen no
+rule. `blind` in the report is what each scored then, once, before a rule was changed for it; `summary` is of today.
 
 A mistake is found if the linter says something of the script with it that it does not say of the one without
 (recall). A finding is right if only the script with the mistake has it; what it says of a script without is wrong
@@ -37,7 +37,7 @@ GOAL = {"recall": 0.90, "precision": 0.98}
 
 FOLDER = Path(__file__).parent / "seeded"
 REPORT = Path(__file__).parent / "results" / "lint_mistakes.json"
-BLIND = ("first", "second")
+BLIND = ("first", "second", "third")
 """The files of scripts that were written before a rule was read or changed for them."""
 
 Slots = Mapping[str, str]

@@ -269,6 +269,14 @@ def _unscaled_fp16(script: Script) -> Iterator[Hit]:
             key = script.key(site.call.args[0]) if site.call.args else ""
             if model := low.pop(key, ""):
                 yield Hit(site.call.lineno, f"`{key}` has the fp16 gradients of `{model}`")
+    for call in script.calls if "torch" in script.scalers.values() and ".float()" not in script.text else ():
+        match call:  # nn.Parameter(torch.zeros(..., dtype=torch.float16))
+            case ast.Call(args=[ast.Call(keywords=given)], keywords=[]) if script.called(call) == "torch.nn.Parameter":
+                named = [f"{script.key(k.value)}['dtype']" for k in given if k.arg is None]
+                forms = [k.value for k in given if k.arg == "dtype"]
+                forms += [value.node for name in named for value in script.assigned.get(name, [])]
+                if forms and all(script.format_of(form) == "fp16" for form in forms):
+                    yield Hit(call.lineno, "this parameter has fp16 gradients, and the file has a GradScaler")
 
 
 @check_of("HS031")
@@ -336,9 +344,10 @@ def _low_average(script: Script) -> Iterator[Hit]:
         return
     for site in all_sites(script):
         form = script.low_format(site.call)
-        if not form or site.place.loops or getattr(site.statement, "value", None) is not site.call:
-            continue
         name = script.owner(site.call) if isinstance(site.statement, ast.Expr) else script.target(site.statement)
+        name, _, item = name.partition("[")  # shadow[name] = p.clone().half()
+        if not form or (site.place.loops and not item) or getattr(site.statement, "value", None) is not site.call:
+            continue
         if AVERAGE_NAME.search(name) and _is_updated(script, name):
             yield Hit(site.call.lineno, f"the running average `{name}` is kept in {form}")
 
@@ -347,8 +356,9 @@ def _is_updated(script: Script, name: str) -> bool:
     for node in walked(script.tree):
         if isinstance(node, (ast.For, ast.AsyncFor)) and f"{name}.parameters()" in ast.unparse(node.iter):
             return True
-        if method(node) in ("update", "update_parameters", "lerp_", "mul_") and script.owner(node) == name:
-            return True
+        if method(node) in ("update", "update_parameters", "lerp_", "mul_"):
+            if script.key(node.func.value).partition("[")[0] == name:  # type: ignore[attr-defined]  # it is a method
+                return True
     return False
 
 
@@ -456,6 +466,10 @@ def _half_before(script: Script) -> Iterator[Hit]:
 
 @check_of("HS060")
 def _inside_scaling(script: Script) -> Iterator[Hit]:
+    delays = [argument(call, None, "delay_unscale") for call in script.calls if _amp(script, call) == "scale_loss"]
+    if delays and all(isinstance(delay, ast.Constant) and delay.value is True for delay in delays):
+        for site in [s for s in all_sites(script) if is_call(script, s.call, script.optimizers, "step")]:
+            yield Hit(site.call.lineno, "the gradients are still scaled: each amp.scale_loss has delay_unscale=True")
     for node in walked(script.tree):
         if isinstance(node, ast.With) and any(_amp(script, item.context_expr) == "scale_loss" for item in node.items):
             for call in [n for statement in node.body for n in walked(statement) if isinstance(n, ast.Call)]:

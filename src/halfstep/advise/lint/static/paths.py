@@ -38,7 +38,7 @@ class Op:
     Its kind is "scaled_backward", "plain_backward" or "managed_backward"; "scale", "unscale", "scaler_step", "update"
     or "get_scale" of a scaler; "new_scaler"; "clip"; "step" of an optimizer; "zero"; "schedule"; "grads": gradients
     changed by hand; "grads_read": their size is taken; "read": a scaled loss's value on the host; "escape": another
-    function may do anything with `scaler` or `target`; "iteration": a loop begins anew; "continue": it is made to.
+    function may do anything with `scaler` or `target`; "iteration": a loop begins anew; "continue", "return".
     """
 
     kind: str
@@ -300,8 +300,8 @@ class _Walk:
         if isinstance(node, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
             for state in states:
                 self.expression(node, state, place)
-                if isinstance(node, ast.Continue):
-                    state.ops += (Op("continue", node, place),)
+                if isinstance(node, (ast.Continue, ast.Return)):
+                    state.ops += (Op(type(node).__name__.lower(), node, place),)
                 state.ended = "loop" if isinstance(node, (ast.Break, ast.Continue)) else "function"
             return states
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.IfExp):
@@ -329,7 +329,9 @@ class _Walk:
         return states
 
     def choice(self, node: ast.If, states: list[State], place: Place) -> list[State]:
-        if not any(self.relevant(statement) for statement in (*node.body, *node.orelse)):
+        order = [op.kind for op in states[0].ops if op.kind in ("unscale", "scaler_step", "update")]
+        left = order[-1:] == ["unscale"] and any(isinstance(s, (ast.Return, ast.Continue)) for s in node.body[-1:])
+        if not left and not any(self.relevant(statement) for statement in (*node.body, *node.orelse)):
             return states
         found = []
         for state in states:

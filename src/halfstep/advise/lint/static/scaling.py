@@ -129,6 +129,17 @@ def _forgotten_scale(script: Script) -> Iterator[Hit]:
                 yield Hit(node.value.lineno, f"the result of `{owner}.scale`, the scaled loss, is not used")
     if not any(isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss") for n in walked(script.tree)):
         yield from judged(script, _never_scaled)
+    own = {key for key in script.scalers if key.endswith("]") or any(map(SCALERS.fullmatch, script.makers(key)))}
+    used = {script.owner(call).rpartition(".")[2] for call in script.calls if method(call) == "scale"}
+    idle = {key for key in own if key.rpartition(".")[2] not in used}
+    yield from judged(script, partial(_scaled_by_another, idle=idle), library="torch") if idle else ()
+
+
+def _scaled_by_another(path: Sequence[Op], idle: set[str]) -> Verdicts:
+    scaled = [op.scaler for op in path if op.kind == "scaled_backward"]
+    for op in path if scaled and all(op.kind not in UNKNOWN for op in path) else ():
+        if op.kind == "scaler_step" and plain(op.scaler) in idle:
+            yield op, f"`{plain(op.scaler)}` steps and scales no loss in this file, `{plain(scaled[0])}` does"
 
 
 def _never_scaled(path: Sequence[Op]) -> Verdicts:
@@ -274,6 +285,10 @@ def _fp16_without(script: Script) -> Iterator[Hit]:
 
 @check_of("HS015")
 def _scaler_without(script: Script) -> Iterator[Hit]:
+    for call in script.calls:
+        match argument(call, None, "enabled") if SCALERS.fullmatch(script.called(call)) else None:
+            case ast.Compare(ops=[ast.Eq()], comparators=[other]) if re.search(r"bf(loat)?16\W*$", ast.unparse(other)):
+                yield Hit(call.lineno, "the scaler is on for bf16 alone, and off for fp16")
     if re.search(r"float16(?!\w)|\bhalf\b|fp16", script.text.replace("bfloat16", "")):
         return
     formats = {region.dtype for call in script.calls if (region := region_of(script, call)) is not None}
@@ -337,10 +352,13 @@ def _left_unscaled(path: Sequence[Op]) -> Verdicts:
             unscaled = op
         elif op.kind in ("update", "escape", "new_scaler", "iteration"):
             unscaled = None
-        elif op.kind == "continue" and unscaled is not None:
+        elif op.kind in ("continue", "return") and unscaled is not None:
             name = plain(unscaled.scaler)
-            what = f"the loop goes on behind `{name}.unscale_`, with no `{name}.update()`"
-            yield replace(op, scaler=unscaled.scaler), what
+            goes = "loop goes on" if op.kind == "continue" else "method returns"
+            what = f"the {goes} behind `{name}.unscale_`, with no `{name}.update()`"
+            steps = any(o.kind == "scaler_step" and o.scaler == unscaled.scaler for o in path)
+            if op.kind == "continue" or (steps and op.place.loops and name.startswith("self.")):  # it outlives the call
+                yield replace(op, scaler=unscaled.scaler), what
 
 
 @check_of("HS053")

@@ -266,6 +266,8 @@ class Script:
                 return name in ("len", "int", "float") or name.startswith("math.") or method(node) == "size"
             case ast.Subscript(value=ast.Attribute(attr="shape")):
                 return True
+            case ast.Attribute(value=owner) if any("parse_args" in made for made in self.makers(self.key(owner))):
+                return True
             case ast.Name(id=name) if name in self.defaults:
                 return deep > 0 and self.is_number(self.defaults[name], deep - 1)
             case ast.Name() | ast.Attribute():
@@ -318,6 +320,10 @@ class Script:
                 found[key] = "halfstep" if any(name.startswith("halfstep.") for name in made) else "torch"
             elif not own and any(v.index == 2 and self.called(v.node) == "halfstep.prepare" for v in values):
                 found[key] = "halfstep"
+        for key in {self.owner(call) for call in self.calls} if self.uses_torch else ():  # scalers["g"]
+            several = [v.node for v in self.assigned.get(key.partition("[")[0], []) if key.endswith("]")]
+            if any(isinstance(n, ast.DictComp) and SCALERS.fullmatch(self.called(n.value)) for n in several):
+                found[key] = "torch"
         called = {key for key, values in self.assigned.items() if any(isinstance(v.node, ast.Call) for v in values)}
         strangers = called - found.keys()
         for node in walked(self.tree) if self.uses_torch else ():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 from halfstep.advise.lint.rule import Hit, check_of
 from halfstep.advise.lint.static.regions import Placed, expressions, placed, value_at
@@ -233,6 +234,8 @@ class _Formats:
         of_torch = called.startswith("torch.")
         if PRODUCTS.fullmatch(called) or (method(node) in ("matmul", "mm", "bmm") and not of_torch):
             return where.place.low
+        if _ends_in_product(self.script, node):
+            return where.place.low
         if form := self.script.low_format(node):
             return form
         given = argument(node, None, "dtype")
@@ -257,6 +260,22 @@ class _Formats:
             self.sums |= dict.fromkeys(zeros, len(where.place.loops))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             self.known.pop(statement.target.id, None)
+
+
+def _ends_in_product(script: Script, call: ast.Call, deep: int = 3) -> bool:
+    made: ast.AST | None = script.constant(call.func)
+    while method(made) in ("cuda", "to", "train"):
+        made = made.func.value  # type: ignore[union-attr]  # it calls a method
+    last = _last(script, name) if (name := script.called(made)) and deep else ()
+    ends = bool(last) and all(isinstance(r, ast.Call) and _ends_in_product(script, r, deep - 1) for r in last)
+    return ends or bool(re.fullmatch(r"torch\.nn\.(Linear|Bilinear|Conv\w+d)", name))
+
+
+@lru_cache(maxsize=1024)
+def _last(script: Script, name: str) -> tuple[ast.expr | None, ...]:
+    classes = [n for n in walked(script.tree) if isinstance(n, ast.ClassDef) and n.name == name]
+    forwards = [n for c in classes for n in c.body if isinstance(n, ast.FunctionDef) and n.name == "forward"]
+    return tuple(n.value for f in forwards for n in walked(f) if isinstance(n, ast.Return))
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
