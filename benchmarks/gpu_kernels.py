@@ -112,7 +112,7 @@ def losses(device: str, rows: int, *classes: int) -> Iterator[Work]:
 
 def replayed(call: Callable[[], object], device: str) -> Callable[[], float]:
     """Capture `call` in a graph, `CALLS` times; return what replays it and returns the device's seconds for one."""
-    recorder = RECORDERS["cuda"](torch.device(device))
+    recorder = RECORDERS[torch.device(device).type](torch.device(device))
     for _ in range(2):
         recorder.warm(call)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from halfstep.tasks.registry import load_task
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn import functional as F
@@ -21,6 +20,7 @@ import halfstep as hs
 from benchmarks.cases import gpt_case
 from halfstep.errors import RegionError, StepError
 from halfstep.step.loss import CompiledLoss
+from halfstep.tasks.task import load_task
 
 MEAN = "norm.running_mean"
 AOT = {"backend": "aot_eager"}  # forward and backward are traced whole, and run by torch's own kernels

@@ -106,7 +106,7 @@ def extremes(tensor: Tensor) -> tuple[float, bool, bool]:
     """Return (largest finite magnitude, all finite, any nan) of a tensor's values; integers are finite and 0.0."""
     if is_functorch_wrapped_tensor(tensor):  # inside torch.func; the kernels below see what is in it
         return 0.0, True, False
-    values: Any = tensor.detach()
+    values: Any = Tensor.detach(tensor)  # of a low parameter low values
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
     if hasattr(values, "placements"):
@@ -321,7 +321,7 @@ def _remark(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: lis
         read = remarked(op, args, kwargs)
         if not isinstance(read, Tensor):
             return f"{op} has a divisor of {read}"
-        values = read.detach().expand(bad.shape)[bad]
+        values = Tensor.detach(read).expand(bad.shape)[bad]
         values = values[torch.isfinite(values)]
         if values.numel():
             what = "a divisor" if op in DIVIDING else "an argument"

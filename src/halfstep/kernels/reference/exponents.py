@@ -53,7 +53,7 @@ def parts(tensor: Tensor) -> Tensor:
 
     Of a sparse tensor the elements that are there, of a sharded one those of this rank.
     """
-    tensor = local(tensor.detach())
+    tensor = local(Tensor.detach(tensor))
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():

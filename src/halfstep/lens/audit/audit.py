@@ -331,7 +331,7 @@ class Run:
     def _weigh(self, name: str, parameter: nn.Parameter) -> None:
         """Measure a weight as it is stored, and what is lost when its operator uses it."""
         tally = self.recorder.tally_of(name, "weight")
-        tally.see(parameter.detach())
+        tally.see(Tensor.detach(parameter))
         used = self.recorder.forms.get(name, tally.form)
         form = min(used, tally.form, key=lambda form: form.bits)
         if form is FP32:

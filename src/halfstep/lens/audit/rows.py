@@ -238,7 +238,7 @@ class Tally:
 
 def _merged(sketch: Sketches | None, tensor: Tensor) -> tuple[Sketches, Hidden | None, int]:
     """Return `sketch`, made if there is none, with `tensor` added but for its masks; these; and how many they are."""
-    tensor = tensor.detach()
+    tensor = Tensor.detach(tensor)
     made, hidden, count = Sketches.of(tensor), None, 0
     if tensor.dtype in MASKED_DTYPES and tensor.layout is torch.strided:
         hidden = hidden_in(tensor, number_of(int(made.rows[0, LARGEST])))

@@ -238,10 +238,10 @@ def _of_cast(subject: Subject, verdict: Verdict) -> Verdict | None:
     weight = dict(subject.model.named_parameters()).get(verdict.parameter)
     if weight is None or weight.dtype not in LOW_DTYPES or bool(torch.isnan(weight).any()):
         return None
-    bad = torch.isinf(weight.detach())
+    bad = torch.isinf(Tensor.detach(weight))
     for precise in _precise(subject, weight):
         value, finite, _ = extremes(precise[bad])
-        if finite and torch.equal(precise.to(weight.dtype), weight.detach()):
+        if finite and torch.equal(precise.to(weight.dtype), Tensor.detach(weight)):
             (wide, low), shapes = described([precise, weight])
             limit, name = torch.finfo(weight.dtype).max, verdict.parameter
             return Verdict(
