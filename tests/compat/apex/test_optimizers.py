@@ -218,7 +218,9 @@ def test_what_apex_took_away_or_keeps_elsewhere_is_explained() -> None:
 
 
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, hs.GradScaler])
-@pytest.mark.parametrize("kind", ["sgd", "sgd, decay after", "adam", "adam, one group without correction"])
+@pytest.mark.parametrize(
+    "kind", ["sgd", "sgd, decay after", "adam", "adam, one group without", "adam, one without later"]
+)
 def test_steps_of_a_scaler_have_gradients_without_scale_and_leave_out_what_is_not_finite(
     kind: str, scaler: Any
 ) -> None:
@@ -227,9 +229,10 @@ def test_steps_of_a_scaler_have_gradients_without_scale_and_leave_out_what_is_no
     if kind.startswith("sgd"):
         optimizer = FusedSGD([p, q], lr=0.5, momentum=0.9, wd_after_momentum="after" in kind)
     else:
-        optimizer = FusedAdam(
-            [{"params": [p]}, {"params": [q], "bias_correction": "without" not in kind}], lr=0.5, eps=1.0
-        )
+        groups: list[dict[str, Any]] = [{"params": [p]}, {"params": [q], "bias_correction": "without" not in kind}]
+        optimizer = FusedAdam(groups[:1] if "later" in kind else groups, lr=0.5, eps=1.0)
+        if "later" in kind:
+            optimizer.add_param_group(groups[1])
     scale = scaler("cpu", init_scale=8.0)
     moved = []
     for factor in (0.5, math.inf):

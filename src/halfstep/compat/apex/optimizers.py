@@ -102,6 +102,12 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
 
+    # Whether torch's own step runs, which takes scaled gradients; groups that are added or loaded later count too.
+    _step_supports_amp_scaling = property(
+        lambda self: all(group["fused"] and group.get("bias_correction", True) for group in self.param_groups),
+        lambda self, value: None,
+    )
+
     def step(
         self, closure: Callable[[], Any] | None = None, grads: Any = None, output_params: Any = None,
         scale: Any = None, grad_norms: Any = None,
