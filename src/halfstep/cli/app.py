@@ -214,7 +214,8 @@ def plan(
     task: TaskName, policy: PolicyLabel = "mixed", policies: Policies = None,
     devices: Annotated[int, typer.Option(min=1)] = 1,
     shard: Annotated[str, typer.Option(autocompletion=options.among(lambda: ("ddp", "fsdp2")))] = "",
-    units: list[str] | None = None, gpu: Annotated[str, typer.Option(autocompletion=options.GPUS)] = "",
+    replicas: Annotated[int, typer.Option(min=1)] = 1, units: list[str] | None = None,
+    gpu: Annotated[str, typer.Option(autocompletion=options.GPUS)] = "",
     batch: Annotated[int | None, typer.Option(min=1)] = None,
     largest: Annotated[bool, typer.Option("--largest/--no-largest")] = True, device: str = "", json: Json = None,
     html: Html = None,
@@ -227,6 +228,7 @@ def plan(
         policies: More of them, side by side, with commas between; 'all': every preset.
         devices: How many devices train together.
         shard: How they share the work: ddp or fsdp2.
+        replicas: fsdp2: how many groups of devices hold the whole model each (HSDP).
         units: fsdp2: pattern of modules that are gathered one after the other. As hs.shard.
         gpu: h200, h100, a100-80, 4090, t4, ... or a size as 96GiB: does it fit?
         batch: Batch of a device. Default: the task's.

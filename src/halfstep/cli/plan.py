@@ -23,8 +23,9 @@ MODULES = 8
 
 
 def carry_out(
-    task: str, policy: str, policies: list[str] | None, devices: int, shard: str, units: list[str] | None, gpu: str,
-    batch: int | None, largest: bool, device: str, json: Path | None, html: Path | None,
+    task: str, policy: str, policies: list[str] | None, devices: int, shard: str, replicas: int,
+    units: list[str] | None, gpu: str, batch: int | None, largest: bool, device: str, json: Path | None,
+    html: Path | None,
 ) -> int:  # fmt: skip
     """Run the command; return its exit code."""
     out, files = console(), Files(json=json, html=html)
@@ -36,8 +37,8 @@ def carry_out(
     )
     load_task(task)  # refuses a wrong one before a process is started for it
     given = {
-        "what": task, "device": where, "devices": devices, "shard": shard or "none", "units": units or None,
-        "gpu": gpu, "batch_size": batch, "largest": largest and card is not None,
+        "what": task, "device": where, "devices": devices, "shard": shard or "none", "replicas": replicas,
+        "units": units or None, "gpu": gpu, "batch_size": batch, "largest": largest and card is not None,
     }  # fmt: skip
     plans: list[MemoryPlan] = []
     for found in plan_each([{**given, "policy": one} for one in chosen]):
@@ -68,7 +69,8 @@ def _print(out: Console, plans: Sequence[MemoryPlan]) -> None:
     plan = plans[0]
     style = "" if plan.fit is None else STYLES[TONES[plan.fit.verdict]]
     size = f", batch {plan.batch_size:,}" if plan.batch_size else ""
-    each = f", {plan.devices} devices under {plan.shard}" if plan.devices > 1 else ""
+    groups = f" in {plan.replicas} groups" if plan.replicas > 1 else ""
+    each = f", {plan.devices} devices{groups} under {plan.shard}" if plan.devices > 1 else ""
     say(out, f"{plan.name}, {memory.label(plan)}{size}{each}: {memory.verdict(plan)}", style=f"bold {style}")
     if plan.fit is None:
         say(out, f"of the GPUs that are known: {memory.gpus_line(plan)}")

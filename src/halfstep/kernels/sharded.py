@@ -131,6 +131,6 @@ def _widest(meshes: tuple[Any, ...]) -> tuple[Any, list[Any]]:
             "the parameters of one optimizer are sharded over ranks that no mesh of theirs contains together: "
             f"{sorted(map(sorted, ranks))}; give each mesh an optimizer and a TrainStep of its own"
         )
-    if len(widest) == torch.distributed.get_world_size():
+    if mesh.size() == torch.distributed.get_world_size():
         return mesh, [None]  # one reduction over all processes
     return mesh, [mesh.get_group(dim) for dim in range(mesh.ndim)]

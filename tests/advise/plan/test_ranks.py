@@ -22,21 +22,27 @@ from tests.two_processes import in_two_processes
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of torch, about views
 
 RECORDED = Path("benchmarks/results/collectives.json")
-QUICK = {("ddp", 4, "O2:bf16"), ("fsdp2", 4, "mixed:bf16"), ("fsdp2", 2, "pure:bf16:reduce=fp32")}
+HSDP = "shard, hsdp"  # on two groups
+QUICK = {
+    ("ddp", 4, "O2:bf16"),
+    (HSDP, 4, "pure:bf16"),
+    ("fsdp2", 4, "mixed:bf16"),
+    ("fsdp2", 2, "pure:bf16:reduce=fp32"),
+}
 
 
-def plan_of(name: str, shard: str, devices: int) -> MemoryPlan:
-    batch = next(batches(0, 0, part=(0, devices)))
+def plan_of(name: str, shard: str, devices: int, replicas: int = 1) -> MemoryPlan:
+    batch = next(batches(0, 0, part=(0, devices // replicas)))
     return hs.plan(
         Net, batch, loss_of, lambda model: torch.optim.AdamW(model.parameters()), policy=policy(name), devices=devices,
-        shard=shard, clip_norm=1.0,
+        shard=shard, replicas=replicas, clip_norm=1.0,
     )  # fmt: skip
 
 
 def recorded() -> Iterator[Any]:
     """Yield cases: (way, processes, policy, collectives, bytes put in) of a step, as gloo processes sent them."""
     for row in json.loads(RECORDED.read_text(encoding="utf-8"))["rows"]:
-        way = {"ddp": "ddp", "ddp, reduce=low": "ddp", "shard": "fsdp2"}.get(row["strategy"])
+        way = {"ddp": "ddp", "ddp, reduce=low": "ddp", "shard": "fsdp2", HSDP: HSDP}.get(row["strategy"])
         if way is not None and (row["policy"] in {"mixed:bf16", "O2:bf16", "pure:bf16", "pure:bf16:reduce=fp32"}):
             number, size = (row["passes"][key] + row["good"][key] for key in ("number", "bytes"))
             case = way, row["processes"], row["policy"]
@@ -45,7 +51,7 @@ def recorded() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("way", "processes", "name", "number", "size"), list(recorded()))
 def test_a_step_sends_what_real_ranks_sent(way: str, processes: int, name: str, number: int, size: int) -> None:
-    found = plan_of(name, way, processes).sent
+    found = (plan_of(name, "fsdp2", processes, 2) if way == HSDP else plan_of(name, way, processes)).sent
     assert (sum(one.number for one in found), sum(one.put_in for one in found)) == (number, size)
 
 
@@ -82,6 +88,16 @@ def test_ddp_sends_low_or_fp32_as_the_policy_says() -> None:
     assert [n for _, n in own.seen] == [4 * 4, 4 * size] and own.sending == 2 * 4 * size + 2 * size
 
 
+def test_groups_of_devices_shard_as_one_alone_and_sum_their_gradients() -> None:
+    alone, both = plan_of("mixed:bf16", "fsdp2", 2), plan_of("mixed:bf16", "fsdp2", 4, replicas=2)
+    for part in ("parameters", "optimizer state", "communication"):
+        assert both.by_part(peak=False).get(part) == alone.by_part(peak=False).get(part)
+    assert both.replicas == 2 and both.peak_bytes >= alone.peak_bytes
+    mine, more = ({one.collective: one for one in plan.sent} for plan in (alone, both))
+    assert mine["all-gather"] == more["all-gather"] and mine["reduce-scatter"] == more["reduce-scatter"]
+    assert more["all-reduce"].ring == more["all-reduce"].put_in  # twice half of it, to the other group
+
+
 def test_bytes_of_a_ring() -> None:
     (gather, scatter, reduce) = sent(
         [("_allgather_base_", 10), ("_reduce_scatter_base_", 80), ("allreduce_", 80)], devices=8
@@ -113,6 +129,8 @@ def test_a_process_group_is_left_as_it_was(tmp_path: Path) -> None:
         ({"devices": 4}, "devices=4 need a way to share the work: shard='ddp' or shard='fsdp2'"),
         ({"devices": 0}, "devices must be a whole number from 1 and is 0"),
         ({"units": ["blocks.*"]}, "they need shard='fsdp2'"),
+        ({"devices": 4, "shard": "fsdp2", "replicas": 3}, "replicas=3 with devices=4 and shard='fsdp2': groups of"),
+        ({"devices": 4, "shard": "ddp", "replicas": 2}, "groups of devices that shard a model among them need"),
         ({"devices": 2, "shard": "fsdp2", "units": ["blokcs"]}, "'blokcs' is no module of the model"),
         ({"gpu": "h20"}, "unknown GPU 'h20'; did you mean 'h200'?"),
         ({"batch_size": 0}, "batch_size must be a whole number from 1 or None and is 0"),

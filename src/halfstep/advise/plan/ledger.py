@@ -156,8 +156,11 @@ DDP = "(DistributedDataParallel)"  # in the place of a module's name
 
 
 @contextmanager
-def fake_ranks(devices: int, device_type: str) -> Iterator[DeviceMesh]:
-    """Pass for rank 0 of `devices` in this process, and give the mesh of all; rank 0 has the largest parts."""
+def fake_ranks(devices: int, device_type: str, replicas: int = 1) -> Iterator[DeviceMesh]:
+    """Pass for rank 0 of `devices` in this process, and give the mesh of all; rank 0 has the largest parts.
+
+    With `replicas` it has two dimensions, the outer one of that size.
+    """
     if not dist.is_available():
         raise PlanError("this torch was built without torch.distributed; plan for one device")
     if dist.is_initialized():
@@ -173,7 +176,8 @@ def fake_ranks(devices: int, device_type: str) -> Iterator[DeviceMesh]:
         raise PlanError(f"this torch cannot pass for several ranks ({error}); plan for one device") from error
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
-        yield init_device_mesh(device_type, (devices,))
+        shape = (devices,) if replicas == 1 else (replicas, devices // replicas)
+        yield init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     finally:
         dist.destroy_process_group()
 
@@ -192,14 +196,18 @@ class Sent:
     ring: int  # bytes that a device sends, if they run in a ring
 
 
-def sent(seen: Iterable[tuple[str, int]], devices: int) -> tuple[Sent, ...]:
-    """Return the collectives of a step by kind; `seen`: (operator or collective, bytes that a device puts in)."""
+def sent(seen: Iterable[tuple[str, int]], devices: int, replicas: int = 1) -> tuple[Sent, ...]:
+    """Return the collectives of a step by kind; `seen`: (operator or collective, bytes that a device puts in).
+
+    With `replicas`, gradients are summed over these, and everything else over the devices of one.
+    """
     kinds: dict[str, list[int]] = {}
     for operator, size in seen:
         kinds.setdefault(NAMES.get(operator, operator), []).append(size)
     return tuple(
-        Sent(collective=kind, number=len(sizes), put_in=sum(sizes), ring=sum(_ring(kind, s, devices) for s in sizes))
+        Sent(collective=kind, number=len(sizes), put_in=sum(sizes), ring=sum(_ring(kind, s, group) for s in sizes))
         for kind, sizes in kinds.items()
+        for group in [replicas if replicas > 1 and kind == "all-reduce" else devices // replicas]
     )
 
 

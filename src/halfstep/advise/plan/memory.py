@@ -201,6 +201,7 @@ class MemoryPlan:
         notes: what the plan does not include, one sentence each.
         devices: how many train together; the bytes are those of the first, which has the most.
         shard: "none", "ddp" or "fsdp2".
+        replicas: how many groups of devices hold the whole model each.
         batch_size: the first dimension of the batch; 0 if it has none.
         sent: the collectives of a step.
         fit: whether it fits a GPU; None if none was named.
@@ -221,6 +222,7 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     devices: int = 1
     shard: str = "none"
+    replicas: int = 1
     batch_size: int = 0
     sent: tuple[Sent, ...] = ()
     fit: Fit | None = None
@@ -505,7 +507,8 @@ METHOD = (
 def plan_page(plans: Sequence[MemoryPlan]) -> doc.Document:
     """Return the report of plans of one task and GPU under several policies; the first is shown in full."""
     plan = plans[0]
-    where = f" on {plan.devices} devices, {plan.shard}" if plan.devices > 1 else ""
+    groups = f" in {plan.replicas} groups" if plan.replicas > 1 else ""
+    where = f" on {plan.devices} devices{groups}, {plan.shard}" if plan.devices > 1 else ""
     planned = doc.Paragraph(f"Planned for the operators of a {plan.device} device: {plan.operators:,} a step.")
     policy = doc.hidden("The policy", plan.policy.to_toml())
     return doc.page(

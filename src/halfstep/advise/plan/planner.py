@@ -82,6 +82,7 @@ def plan(
     device: str = "cpu",
     devices: int = 1,
     shard: str = "none",
+    replicas: int = 1,
     units: Sequence[str] | None = None,
     gpu: str = "",
     batch_size: int | None = None,
@@ -106,6 +107,7 @@ def plan(
         device: "cpu" or "cuda".
         devices: how many train together; bytes are those of the first, which has the largest part.
         shard: how: "ddp" (`DistributedDataParallel`, torch's defaults) or "fsdp2" (`hs.shard`); "none" for one device.
+        replicas: under "fsdp2", how many groups of devices hold the whole model each (hybrid sharding, HSDP).
         units: patterns of the modules that are gathered one after the other, as `hs.shard` takes them.
         gpu: name of a GPU ("h200", "a100-80", "t4", ... or a size as "96GiB"): `fit` of the plan says whether it fits.
         batch_size: a size for the batch in the place of its own; each device has one.
@@ -199,7 +201,9 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
     bound = inspect.signature(plan).bind(**request)
     bound.apply_defaults()
     given = bound.arguments
-    what, batch, loss_fn, optimizer, policy, device, devices, shard, units, gpu, size, largest, options = given.values()
+    what, batch, loss_fn, optimizer, policy, device, devices, shard, replicas, units, gpu, size, largest, options = (
+        given.values()
+    )
     if isinstance(optimizer, Optimizer):
         name = type(optimizer).__name__
         raise PlanError(
@@ -211,6 +215,7 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         PlanError,
         shard=(shard, one_of("none", "ddp", "fsdp2")),
         devices=(devices, COUNT),
+        replicas=(replicas, COUNT),
         batch=(batch, a(tuple, list, Mapping, words="a tuple of arguments or a dict of named ones") | NONE),
         loss_fn=(loss_fn, CALLABLE | NONE),
         optimizer=(optimizer, Kind("a function that returns an optimizer", callable) | NONE),
@@ -223,6 +228,11 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         raise PlanError(f"shard={shard!r} needs devices=2 or more, and devices is 1")
     if devices > 1 and shard == "none":
         raise PlanError(f"devices={devices} need a way to share the work: shard='ddp' or shard='fsdp2'")
+    if replicas > 1 and (shard != "fsdp2" or devices % replicas or replicas == devices):
+        raise PlanError(
+            f"replicas={replicas} with devices={devices} and shard={shard!r}: groups of devices that shard a model "
+            "among them need shard='fsdp2' and as many devices each, 2 or more"
+        )
     if units is not None and shard != "fsdp2":
         raise PlanError("units= name what hs.shard gathers together; they need shard='fsdp2'")
     if shard == "fsdp2" and device != "cpu":
@@ -255,7 +265,8 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _planned(
     what: Any, batch: Any, loss_fn: Any, optimizer: Any, policy: hs.Policy, device: str, devices: int, shard: str,
-    units: Sequence[str] | None, gpu: Gpu | None, batch_size: int | None, largest: bool, options: dict[str, Any],
+    replicas: int, units: Sequence[str] | None, gpu: Gpu | None, batch_size: int | None, largest: bool,
+    options: dict[str, Any],
 ) -> MemoryPlan:  # fmt: skip
     task = load_task(what) if isinstance(what, str) else what
     if isinstance(task, Task):
@@ -272,10 +283,10 @@ def _planned(
 
     def plan_of(size: int | None) -> MemoryPlan:
         inputs = whole if size is None else _with_size(whole, size)
-        with fake_ranks(devices, device) if shard == "fsdp2" else nullcontext() as mesh, _tracing(device):
+        with fake_ranks(devices, device, replicas) if shard == "fsdp2" else nullcontext() as mesh, _tracing(device):
             made = plan_step(
                 make, optimizer, loss_fn, *inputs, device=device, policy=on_card, options=options, devices=devices,
-                shard=shard, units=units, mesh=mesh, name=name, batch_size=_size(inputs),
+                shard=shard, replicas=replicas, units=units, mesh=mesh, name=name, batch_size=_size(inputs),
             )  # fmt: skip
         made = replace(made, policy=made.policy if on_card is policy else policy, notes=(*made.notes, *notes))
         return made if gpu is None else replace(made, fit=fit_of(made, gpu))
@@ -351,7 +362,7 @@ STRETCHES = 400  # of a timeline, at most
 def plan_step(
     make: Callable[[], nn.Module], make_optimizer: Callable[[nn.Module], Optimizer], loss_fn: Callable[..., Any],
     batch: tuple[Any, ...], named: dict[str, Any], *, device: str, policy: hs.Policy, options: dict[str, Any],
-    devices: int, shard: str, units: Sequence[str] | None, mesh: DeviceMesh | None, **about: Any,
+    devices: int, shard: str, replicas: int, units: Sequence[str] | None, mesh: DeviceMesh | None, **about: Any,
 ) -> MemoryPlan:  # fmt: skip
     """Trace two updates in a fake mode; arguments as of `plan`, the `mesh` of fsdp2, and further fields of the plan."""
     ledger = Ledger(GRANULE[device])
@@ -408,7 +419,7 @@ def plan_step(
             notes.append("a profiler is open, so what kernels allocate beyond their results is not counted")
     return MemoryPlan(
         policy=step.policy, device=device, parameters=count, persistent=persistent, notes=tuple(notes), devices=devices,
-        shard=shard, sent=sent(seen, devices), **_peaks(ledger), **about,
+        shard=shard, replicas=replicas, sent=sent(seen, devices, replicas), **_peaks(ledger), **about,
     )  # fmt: skip
 
 
