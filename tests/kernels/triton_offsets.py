@@ -38,7 +38,7 @@ def narrow_kernel(address, stride, BLOCK: tl.constexpr):  # type: ignore[no-unty
 
 def faults(text: str, kernel: str) -> list[str]:
     """Return the offsets of a kernel's TTIR that end at 2^31."""
-    made = {found[1]: (found[2], found[3]) for line in text.splitlines() if (found := LINE.match(line))}
+    made: dict[str, tuple[str, str]] = {}  # a name is given again after its region: what stands above counts
     entry = re.search(r"tt\.func public @\w+\((.*)\) attributes", text)
     assert entry is not None
     parameters = re.findall(r"%(\w+): !tt\.ptr", entry[1])
@@ -68,7 +68,9 @@ def faults(text: str, kernel: str) -> list[str]:
         return any(narrow_product(one, seen) for one in operands(name))
 
     wrong = []
-    for name, (op, rest) in made.items():
+    for found in filter(None, map(LINE.match, text.splitlines())):
+        name, op, rest = found.groups()
+        made[name] = op, rest
         if op != "tt.addptr":
             continue
         base, offset = operands(name)

@@ -79,7 +79,7 @@ class Ranked(DistributedDataParallel):
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
         group: Any = torch.distributed.group.WORLD
-        self.module, self.process_group = module, group
+        self.module, self.process_group, self.device = module, group, next(module.parameters()).device
         self.static_graph, self.mixed_precision, self.logger, self._comm_hooks = False, None, None, []
         self._join_config, self.parameters_to_ignore = SimpleNamespace(enable=False), set[str]()
         self.broadcast_bucket_size, self.require_forward_param_sync = 1, True
