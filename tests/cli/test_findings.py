@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from halfstep.cli.compare import findings
+from halfstep.cli.comparison import findings
 from halfstep.report import Fact
 from halfstep.timing import Ratio
 from tests.cli.small_comparison import FAST, SAME, SLOW, comparison, row

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import halfstep as hs
-from halfstep.cli.compare import comparison_page
+from halfstep.cli.comparison import comparison_page
 from halfstep.report import BarChart, Document, DotChart, Figure, Gallery, LineChart, Table, render
 from halfstep.tasks import machine
 from halfstep.tasks.compare import Comparison

@@ -5,7 +5,7 @@ import io
 
 from rich.console import Console
 
-from halfstep.cli.compare import comparison_section
+from halfstep.cli.comparison import comparison_section
 from halfstep.cli.terminal import print_section
 from halfstep.tasks.compare import Comparison
 from tests.cli.small_comparison import comparison

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import halfstep as hs
 from halfstep import report as doc
-from halfstep.cli import compare as pages
+from halfstep.cli import comparison as pages
 from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, machine_line, print_section, record, say
 from halfstep.tasks import load_task, machine
