@@ -2,10 +2,6 @@
 
 Two steps of the model are trained on fake tensors: the first makes the optimizer's state, the second is like all later
 ones. A `MemoryPlan` is made of what they leave.
-
-Note [elsewhere]: plans for a GPU are traced in a process of their own, which has the fake GPU of `halfstep.testing`:
-torch looks for devices while it is imported, so a process that runs already cannot get one. The request goes there as a
-pickle, as to a worker of `multiprocessing`: functions by their names, with the main script imported again.
 """
 
 from __future__ import annotations
@@ -14,17 +10,12 @@ import copy
 import inspect
 import logging
 import math
-import os
-import pickle
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from multiprocessing import spawn
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +28,7 @@ from torch._subclasses import fake_tensor
 from torch.optim import Optimizer
 
 import halfstep as hs
+from halfstep.advise.plan.elsewhere import attempt, elsewhere
 from halfstep.advise.plan.ledger import PARTS, Block, Ddp, Ledger, PlanError, fake_ranks, sent
 from halfstep.advise.plan.memory import Gpu, MemoryPlan, Moment, Row, fit_of, gpu_named, largest_batch
 from halfstep.advise.plan.trace import LARGEST, MemorySink, local
@@ -44,7 +36,7 @@ from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check
 from halfstep.formats import DTYPE_NAMES
 from halfstep.lens import Tracer, raised_at
 from halfstep.tasks import Task, load_task
-from halfstep.testing import FakeCudaError, fake_cuda, run_python
+from halfstep.testing import FakeCudaError, fake_cuda
 from halfstep.torch_private.autograd import profiler_enabled
 from halfstep.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from halfstep.torch_private.trees import tree_map_only
@@ -135,14 +127,14 @@ def plan(
 
 def plan_each(requests: list[dict[str, Any]]) -> list[MemoryPlan | Exception]:
     """Return the plan of each request, arguments of `plan`, or its error; one process makes all those for a GPU."""
-    checked = [_attempt(_checked, request=request) for request in requests]
+    checked = [attempt(_checked, request=request) for request in requests]
     there = [one for one in checked if isinstance(one, dict) and one["device"] == "cuda"]
-    answers = iter(_elsewhere(there) if there and not _has_fake_gpu() else ())
+    answers = iter(elsewhere(_planned, there) if there and not _has_fake_gpu() else ())
     found: list[MemoryPlan | Exception] = []
     for one in checked:
         if isinstance(one, dict):
             answer = next(answers, None) if one["device"] == "cuda" else None
-            one = _attempt(_planned, **one) if answer is None else answer
+            one = attempt(_planned, **one) if answer is None else answer
         found.append(one)
     return found
 
@@ -151,50 +143,6 @@ def _has_fake_gpu() -> bool:
     with suppress(FakeCudaError), fake_cuda():
         return True
     return False
-
-
-def _attempt(function: Callable[..., Any], **given: Any) -> Any:
-    """Return what a function returns, or the error of halfstep that it raises."""
-    try:
-        return function(**given)
-    except hs.HalfstepError as error:
-        return error
-
-
-def _elsewhere(requests: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return what `_planned` makes of each request, or its error, from one process with the fake GPU."""
-    try:
-        job = pickle.dumps(requests)
-    except Exception as error:  # pickle raises what the objects raise
-        raise PlanError(
-            f"a plan for a GPU runs in a process of its own, and this cannot be sent there ({error}); use functions of "
-            "a module instead of lambdas and closures, or plan 'path/to/file.py:function'"
-        ) from error
-    with tempfile.TemporaryDirectory(prefix="halfstep-plan-") as folder:
-        request, answer = Path(folder, "request"), Path(folder, "answer")
-        here = spawn.get_preparation_data("halfstep-plan")
-        here.pop("authkey", None)  # multiprocessing's own, which refuses to be sent this way
-        request.write_bytes(pickle.dumps((here, job)))
-        words = ["-m", "halfstep.advise.plan.planner", str(request), str(answer)]
-        paths = os.pathsep.join(filter(None, sys.path))  # the same modules as here, this package's among them
-        try:
-            done = run_python(
-                words, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-        except FakeCudaError as error:
-            raise PlanError(f"a plan for a GPU needs the fake GPU: {error}; or plan for device='cpu'") from error
-        if not answer.exists():
-            last = (done.stderr or "").strip().splitlines()[-1:] or ["no message"]
-            raise PlanError(f"the process that plans for a GPU ended with status {done.returncode}: {last[0]}")
-        found: list[Any] = pickle.loads(answer.read_bytes())
-    return found
-
-
-def _answer(request: Path, answer: Path) -> None:
-    here, job = pickle.loads(request.read_bytes())
-    here.pop("start_method", None)
-    spawn.prepare(here)
-    answer.write_bytes(pickle.dumps([_attempt(_planned, **one) for one in pickle.loads(job)]))
 
 
 def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -537,7 +485,3 @@ def _moment(ledger: Ledger, event: int, begin: int, sums: tuple[int, ...]) -> Mo
     block = ledger.blocks[max(ledger.events[made], 0)]
     operator = ledger.times[event] - begin
     return Moment(phase=phase, operator=operator, name=block.operator, module=block.module, bytes=sums)
-
-
-if __name__ == "__main__":
-    _answer(Path(sys.argv[1]), Path(sys.argv[2]))
