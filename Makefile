@@ -42,7 +42,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## what low formats do on this machine: time, bytes, accuracy, a NaN cured; some 2 minutes on 2 cores -> out/report.html
 	$(QUIET) $(BIN)/halfstep demo --html out/report.html
 
-test: $(READY)  ## run the tests but the slow ones and those of integrations, some 4 minutes on 2 cores
+test: $(READY)  ## run the tests but the slow ones and those of integrations, some 5 minutes on 2 cores
 	$(PYTEST) --ignore tests/integrations
 
 # A file's tests stay in one process: fixtures of a module start processes and compile. The longest files come first.

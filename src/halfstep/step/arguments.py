@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.arguments import CALLABLE, COUNT, FLAG, MODEL, NONE, PATH, POSITIVE, WHOLE, Kind, a, check, one_of, shown
+from halfstep.auto.choose import Choice
 from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.errors import CheckpointError, StepError
 from halfstep.optim import Optimizers, Schedulers, members
+from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.torch_private.distributed import overlaps_with_ddp
 from halfstep.update.updater import ClipNorm, check_rates
@@ -40,17 +42,29 @@ CRITERIA = ("torch.nn.functional", "torch.nn.modules.loss")
 """Where torch's losses are defined: they take outputs and targets."""
 
 
-class Given(SimpleNamespace):
-    """The arguments of a training step as they are now, checked; `TrainStep` describes them.
+@dataclass(kw_only=True)
+class Given:
+    """The arguments of a training step as they are now, checked; `TrainStep` describes them."""
 
-    Attributes:
-        retry: how often a window runs again, 0 for False.
-        evidence: the folder that `blackbox` names, or None.
-        choice: what policy="auto" has chosen, or None.
-    """
+    model: nn.Module
+    optimizer: Optimizer
+    loss_fn: Callable[..., Any]
+    policy: Policy | str | Path | None
+    clip_norm: ClipNorm
+    clip_value: float | None
+    accumulate: int
+    scaler: GradScaler | None
+    scheduler: Any  # an LRScheduler, or an object with its methods; None: none
+    compile: bool | Mapping[str, Any] | None
+    cuda_graph: bool
+    blackbox: bool | str | Path
+    retry: int  # how often a window runs again, 0 for False
+    update_in_backward: bool | str
+    state: str
+    evidence: Path | None = None  # the folder that `blackbox` names
+    choice: Choice | None = None  # what policy="auto" has chosen
 
-    def check(self: Any) -> None:
-        """Refuse what no step can be made of, and bring the others into one form."""
+    def __post_init__(self) -> None:
         self.optimizer = unwrap_optimizer(self.optimizer)
         check("TrainStep", StepError, model=(self.model, MODEL))
         check_loss_function(self.loss_fn)

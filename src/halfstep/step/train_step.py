@@ -128,8 +128,7 @@ class TrainStep(Stateful):
         arguments = dict(locals())
         del arguments["self"]
         self._calls = threading.RLock()  # held by the thread that is inside of a call
-        self._given = Given(**arguments, evidence=None, choice=None)
-        self._given.check()
+        self._given = Given(**arguments)
         if isinstance(policy, str) and policy == "auto":
             self._moments: Any = Undecided(self, TrainStep)
         else:
