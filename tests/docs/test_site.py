@@ -62,6 +62,11 @@ def test_the_pages_have_no_more_words_than_a_person_can_keep_right() -> None:
     assert sum(len((ROOT / page).read_text(encoding="utf-8").split()) for page in PAGES) <= ALL_WORDS
 
 
+def test_what_stands_beside_the_pages_is_a_tenth_of_them_at_most() -> None:
+    outside = [ROOT / page for page in OUTSIDE] + sorted((ROOT / "src").rglob("*.md"))
+    assert sum(len(path.read_text(encoding="utf-8").split()) for path in outside) <= ALL_WORDS // 10
+
+
 def test_a_long_table_is_on_one_page_and_every_table_is_on_a_page() -> None:
     texts = [(ROOT / page).read_text(encoding="utf-8") for page in ["README.md", *PAGES]]
     long = [name for text in texts for name in PLACE.findall(text)]

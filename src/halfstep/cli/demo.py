@@ -291,7 +291,7 @@ def _demo_memory(demo: Demo) -> doc.Fact:
 
 def _accuracy(made: Comparison) -> doc.Fact:
     first = pages.findings(made)[0]
-    margin = f"The margin, fixed beforehand, is {made.margin:.2g}; {made.steps} steps, {len(made.seeds)} seeds."
+    margin = f"The margin was fixed beforehand; {made.steps} steps, {len(made.seeds)} seeds."
     ends = f"fp32 ends at {statistics.fmean(made.rows[0].metrics):.4g}."
     return replace(first, heading=f"Accuracy of {made.task} ({made.metric})", more=(*first.more, ends, margin))
 
