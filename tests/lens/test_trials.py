@@ -21,7 +21,7 @@ import halfstep as hs
 from halfstep.binding import fsdp
 from halfstep.errors import StepError
 from halfstep.lens.box import stepbox
-from halfstep.lens.box.advice import ADVICE, CAUSED, INVALID, OVERFLOW
+from halfstep.lens.box.advice import CAUSED, INVALID, KINDS, OVERFLOW
 from halfstep.lens.box.trials import STEPS, Trial, Trials
 from tests.lens.broken import Body, explained, squared
 
@@ -466,7 +466,7 @@ def test_the_fix_in_the_program_is_named(name: str) -> None:
     assert re.search(expected, " ".join(cure.text for cure in verdict.cures)), verdict
 
 
-@pytest.mark.parametrize("text", [*ADVICE.values(), *CAUSED.values(), *OVERFLOW.values(), *INVALID.values()])
+@pytest.mark.parametrize("text", [*KINDS.values(), *CAUSED.values(), *OVERFLOW.values(), *INVALID.values()])
 def test_advice_begins_with_what_to_do(text: str) -> None:
     """A headline has its first words alone."""
     assert text.split()[0] not in {"a", "it", "its", "no", "the", "one", "some"}

@@ -7,7 +7,7 @@ helped. `advice` returns cures without a policy, which nothing has tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from halfstep.binding.prepare import store_of
 from halfstep.binding.wrappers import unwrap_optimizer
 from halfstep.formats import DTYPE_NAMES, LOW_DTYPES
-from halfstep.lens.box.data import ALONE, TARGET, suspects, without, wrong_target
+from halfstep.lens.box.data import TARGET, suspects, without, wrong_target
 from halfstep.lens.box.diagnose import BY_EXP, MASKED, WRITTEN, Subject
 from halfstep.lens.box.origins import CallRecord, upstream
 from halfstep.lens.box.replay import Attempt, Trace
@@ -27,99 +27,26 @@ from halfstep.lens.box.trials import RISING, Trials
 from halfstep.lens.calls import NOTHING, Site, pointwise
 from halfstep.lens.rise import BAD, FLOORS, LOSS, UNKNOWN, WEIGHTS, Rise, learning_rate, outlier, rise
 from halfstep.lens.verdict import Cure, Verdict
+from halfstep.schema import packaged_toml
 from halfstep.step.parts.signals import UPDATES
 
 REACH = 12  # so many calls before an operator are looked at
 
 OURS = "look at the line: it puts nan or inf there itself; take it out, or mask what comes of it before the loss"
 MASK = "mask last, after this operator: its gradient multiplies -inf by 0; or mask with a large finite negative number"
-ENDS = "clamp the argument inside (-1, 1): the gradient at the ends is infinite"
-ROOT = "add an eps under the root, (x + eps).sqrt() and not x.sqrt() + eps: its gradient at 0 is infinite"
-SPREAD = "give it two values at least, or correction=0; and add an eps before a division by it"
-NO_LABELS = (
-    "skip such a batch, or use reduction='sum' and divide by the count, at least 1: no label counts, and the mean over "
-    "none is 0/0"
-)
-
-ADVICE = {
-    "bad_batch": "check what loads it: torch.isfinite(x).all() in the data loader names the sample",
-    "bad_target": "give the loss torch.where(mask, target, 0) where a mask leaves such values out, as 0 * nan is nan; "
-    "else check what loads it",
-    "bad_state": "load the last checkpoint whose weights and optimizer state are finite; then look for what wrote "
-    "them: an update with too high a learning rate, an eps that is 0 in the state's format, an edit by hand",
-    "lost_eps": "raise eps to what the format holds, such as 1e-4; or use fp32 weights behind the low ones, as O2 "
-    "has them",
-    "not_reproducible": "make what the loss function draws depend on torch's generators alone, and look again",
-}
 
 UNTRAINED = "before any update"  # evidence begins so where initial weights or inputs are too large
 WITHOUT = "with another sample in its place"  # so it does where the batch trains without a sample
 LOADED = "a loaded optimizer state"  # so it does where that destroyed the weights
 NAMED = "without casts by name"  # so it does where fp32 trains only then
 
-CAUSED = {
-    "divergence": "lower the learning rate; warm it up, or clip gradients; go back to a checkpoint from before the "
-    "rise: the weights are lost, and no format helps",
-    ALONE: "pass drop_last=True to the DataLoader: a last batch of one sample has no spread",
-    "data": "mend it where it is loaded",
-    WITHOUT: "mend or drop that sample where it is loaded: a batch without it trains",
-    UNTRAINED: "initialise smaller weights, or normalise the inputs",
-    LOADED: "load the optimizer's state as it was saved, in fp32; or begin with a new one, and warm the learning rate "
-    "up; go back to a checkpoint from before that update: the weights are lost",
-    NAMED: "take out what is low by name (.half(), dtype=, model.half()): fp32 weights, and a region that casts where "
-    "that is safe",
-}
-"""Cause, or what its evidence or what shows it begins with -> what to do, whatever the place is."""
 
-OVERFLOW = {
-    "": "scale the values down, or take out a cast by name (.half(), dtype=): with every rule in fp32 the step is not "
-    "finite either",
-    "else": "scale the value down where it is made: no change of policy could be verified",
-    "exp": "clamp the argument, such as a log-variance or a log-scale; of a softmax written by hand subtract the "
-    "maximum first",
-}
+def _table(texts: Mapping[str, str]) -> dict[str, str]:
+    return {key: texts.get(text.removeprefix("="), text) for key, text in texts.items()}
 
-INVALID = {
-    "": "keep the argument away from the point where the function has no value, by an eps that the format can hold",
-    "div": "add an eps to the divisor that the format can hold (fp16: at least 6e-8, better 1e-4)",
-    "log": "clamp the argument from below, or use log_softmax, logsigmoid or log1p",
-    "sqrt": ROOT,
-    "softmax": "leave one entry of each row, or use a large negative number instead of -inf: a row is masked out "
-    "entirely",
-    "scaled_dot_product_attention": "let each row attend to something, scale queries and keys down, or normalise them: "
-    "a row is masked out entirely, or its logits are far too large",
-    "acos": ENDS,
-    "asin": ENDS,
-    "pow": "keep the base away from 0 by an eps: a negative power, and the gradient of a root, are infinite there",
-    "ctc_loss": "pass zero_infinity=True, or shorten the target: it is longer than its input lets it be (twice as "
-    "long, if letters repeat)",
-    "normalize": "give it an eps that the format can hold (fp16: at least 6e-8, better 1e-4), or fp32",
-    "mean": "divide the sum by the count, at least 1, or leave the mean out where nothing is left: it is of no values",
-    "std": SPREAD,
-    "var": SPREAD,
-    "cross_entropy": NO_LABELS,
-    "nll_loss": NO_LABELS,
-    "linalg.vector_norm": ROOT,
-    "norm": ROOT,
-}
 
-LOGISTIC = (
-    "use F.logsigmoid(x) in the place of the log of a sigmoid, F.logsigmoid(-x) for log(1 - sigmoid(x)); "
-    "F.binary_cross_entropy_with_logits does both"
-)
-
-EXPM1 = "use torch.expm1(x) in the place of exp(x) - 1, -torch.expm1(x) for 1 - exp(x); and keep x away from 0"
-
-FIXES: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("log", ("sigmoid",), LOGISTIC),
-    ("binary_cross_entropy", ("sigmoid",), "use F.binary_cross_entropy_with_logits(x, target)"),
-    ("log", ("softmax",), "use F.log_softmax(x, dim) in the place of the log of a softmax"),
-    ("log", ("sum", "exp"), "use torch.logsumexp(x, dim) in the place of log(sum(exp(x)))"),
-    ("log", ("sub", "exp"), EXPM1),
-    ("log1p", ("neg", "exp"), EXPM1),
-    ("log", ("pow", "tanh"), "use 2 * (math.log(2) - x - F.softplus(-2 * x)) in the place of log(1 - tanh(x) ** 2)"),
-)
-"""The operator at the place, those that made its input (`LIGHT` ones may be between), and a formula in their place."""
+KINDS, CAUSED, OVERFLOW, INVALID, FORMULAS = map(_table, packaged_toml("lens/box/advice.toml").values())
+"""The tables of `advice.toml`. Between the operators of a formula there may be `LIGHT` ones."""
 
 # operators that belong to the formula around them
 LIGHT = frozenset({"clamp", "clamp_min", "clamp_max", "add", "sub", "rsub", "to", "float", "half", "squeeze"})
@@ -199,7 +126,8 @@ def _specific(verdict: Verdict, around: Around) -> Iterator[str]:
     if verdict.kind == "invalid":
         yield from around.lost[:2]
     before = [site.op for site in around.upstream]
-    for place, makers, fix in FIXES:
+    for operators, fix in FORMULAS.items():
+        place, *makers = operators.split()
         if verdict.op == place and _leads(before, makers):
             yield fix
             return
@@ -238,9 +166,9 @@ def _leads(before: Sequence[str], makers: Sequence[str]) -> bool:
 
 def _general(verdict: Verdict, *, everywhere: bool) -> str:
     if verdict.kind == "bad_state" and verdict.cause == "precision":
-        return ADVICE["lost_eps"]
+        return KINDS["lost_eps"]
     if verdict.kind == "bad_batch" and TARGET in verdict.because:
-        return ADVICE["bad_target"]
+        return KINDS["bad_target"]
     if verdict.kind == "overflow":
         return OVERFLOW.get(verdict.op, OVERFLOW["" if everywhere else "else"])
     if verdict.kind == "invalid" and verdict.detail.startswith(MASKED):
@@ -249,7 +177,7 @@ def _general(verdict: Verdict, *, everywhere: bool) -> str:
         return INVALID["mean"]
     if verdict.kind == "invalid":
         return OURS if verdict.detail == WRITTEN else INVALID.get(verdict.op, INVALID[""])
-    return "" if verdict.kind == "not_reproducible" and verdict.detail else ADVICE.get(verdict.kind, "")
+    return "" if verdict.kind == "not_reproducible" and verdict.detail else KINDS.get(verdict.kind, "")
 
 
 def _elsewhere(calls: Iterable[CallRecord], verdict: Verdict) -> tuple[Site, ...]:
