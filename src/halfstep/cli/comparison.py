@@ -31,6 +31,7 @@ def comparison_page(
     comparisons: Sequence[Comparison], *, about: Mapping[str, Any], command: str, day: datetime.date
 ) -> doc.Document:
     """Return the report of comparisons that ran together."""
+    how = doc.method("compare", amp=amp_of(comparisons[0].rows).label, points=CURVE_POINTS)
     return doc.page(
         f"halfstep compare: {', '.join(c.task for c in comparisons)}",
         "What each precision policy did to the result, to the time of a step and to memory, beside fp32 and torch.amp. "
@@ -39,7 +40,7 @@ def comparison_page(
             *_glance(comparisons),
             *map(comparison_section, comparisons),
             _policies(comparisons),
-            _method(comparisons, about, command),
+            measured(how, about, command),
         ],
         "halfstep compare --html",
     )
@@ -52,7 +53,7 @@ def measured_on(about: Mapping[str, Any], day: datetime.date) -> str:
     return f"Measured on {day.isoformat()}: {machine_line(about)}, {rest}.{sets}"
 
 
-def measured(items: tuple[str, ...], about: Mapping[str, Any], command: str) -> doc.Section:
+def measured(how: doc.Bullets, about: Mapping[str, Any], command: str) -> doc.Section:
     """Return the section on how something was measured, with the command and the machine."""
     facts = (
         (name.replace("_", " "), doc.listed(value) if isinstance(value, list) else str(value) or "none")
@@ -60,7 +61,7 @@ def measured(items: tuple[str, ...], about: Mapping[str, Any], command: str) -> 
     )
     again = doc.Paragraph("The command that asks for all of it again:")
     machine = doc.Details("The machine", (doc.table("Machine", ("what", "value"), facts),))
-    return doc.Section("How it was measured", (doc.Bullets(items), again, doc.Code(command), machine))
+    return doc.Section("How it was measured", (how, again, doc.Code(command), machine))
 
 
 def _glance(comparisons: Sequence[Comparison]) -> list[doc.Section]:
@@ -128,28 +129,6 @@ def _policies(comparisons: Sequence[Comparison]) -> doc.Section:
     )
     texts = {row.label: row.policy for c in comparisons for row in c.rows if row.policy}
     return doc.Section("The policies", (how, *(doc.hidden(label, text) for label, text in texts.items())))
-
-
-def _method(comparisons: Sequence[Comparison], about: Mapping[str, Any], command: str) -> doc.Section:
-    amp = amp_of(comparisons[0].rows).label
-    items = (
-        "Training: every policy starts from the same weights and sees the same batches in the same order, with the "
-        "same random numbers. The policies take their steps in turns, in an order shuffled anew for every batch, so "
-        "that whatever disturbs the machine disturbs all of them alike.",
-        "Result: the final metric of each run minus that of fp32 with the same seed; the mean over the seeds and its "
-        "90 % interval (Student's t). Within the margin: the whole interval lies inside it; it was fixed "
-        "beforehand. Better or worse: all of it lies outside. Anything else is undecided.",
-        f"Time: the median over all steps of a policy's time divided by that of fp32 or {amp} on the same batch, and "
-        f"its 90 % interval; the first steps of a run are not counted. {amp} runs twice: what the two differ by is "
-        "what this machine cannot resolve, and a ratio finer than that is undecided.",
-        f"Baselines: {amp} with torch's fused optimizer, gradients set to None, a GradScaler only for fp16.",
-        "Memory: bytes are counted, not sampled. Between steps: parameters, buffers, optimizer state, fp32 masters and "
-        "gradients that stay. Saved for backward: what autograd keeps from forward to backward in one step, parameters "
-        "excepted.",
-        f"Loss curves: the training loss of each batch, a mean over the seeds; runs longer than {CURVE_POINTS} steps "
-        "are drawn as means of consecutive steps.",
-    )
-    return measured(items, about, command)
 
 
 def result_table(comparison: Comparison) -> doc.Table:

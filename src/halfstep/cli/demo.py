@@ -219,18 +219,6 @@ def _facts(demo: Demo) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ the page
 
-METHOD = (
-    "Time: every candidate takes one step a round on the same batch, in an order shuffled each round; the ratio to "
-    "fp32 is the median over the rounds, with its 90 % interval. fp32 runs twice: a difference finer than these "
-    "two have is undecided. fp32 and torch.amp are loops of torch alone with fused optimizers; all clip gradients.",
-    "Bytes are counted, not sampled. Between steps: parameters, buffers, optimizer states, fp32 masters and "
-    "gradients that stay. Saved for backward: what autograd keeps in one step, parameters excepted.",
-    "Accuracy: the final metric of each run minus that of fp32 with the same seed, mean and 90 % interval "
-    "(Student's t). Within the margin: the whole interval lies inside it; it was fixed beforehand. Runs are short; "
-    "halfstep compare trains the full length.",
-    "Models to time are fed random data of a few batches; their loss has no meaning.",
-)
-
 
 def demo_page(demo: Demo, *, about: Mapping[str, Any], command: str, day: datetime.date) -> doc.Document:
     """Return the report of a demo; what was not finished is left out, and named in the conclusions."""
@@ -242,7 +230,7 @@ def demo_page(demo: Demo, *, about: Mapping[str, Any], command: str, day: dateti
             doc.Section("Conclusions", (doc.Facts(conclusions(demo)),)),
             *demo.sections,
             doc.Section("Bytes, counted", (_bytes(demo),) if demo.paces else ()),
-            pages.measured(METHOD, about, command),
+            pages.measured(doc.method("demo"), about, command),
         ],
         "halfstep demo --html",
     )

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from halfstep.report.charts import Bar, Chart, Key
+from halfstep.schema import packaged_toml
 
 __all__ = [
     "Block", "Bullets", "Cell", "Code", "Decimals", "Details", "Document", "Fact", "Facts", "Figure", "Gallery", "Note",
-    "Paragraph", "Section", "Size", "TONES", "Table", "counted", "hidden", "judged", "listed", "minus", "page",
-    "sentence", "spoken", "table",
+    "Paragraph", "Section", "Size", "TONES", "Table", "counted", "hidden", "judged", "listed", "method", "minus",
+    "page", "sentence", "spoken", "table",
 ]  # fmt: skip
 
 TONES: Mapping[str, str] = {
@@ -155,6 +156,11 @@ def judged(verdict: str) -> Cell:
 def hidden(summary: str, text: str) -> Details:
     """Return code that is shown on demand, such as a policy."""
     return Details(summary, (Code(text.strip()),))
+
+
+def method(name: str, **words: object) -> Bullets:
+    """Return how the numbers of a page came about, from ``methods.toml``."""
+    return Bullets(tuple(item.format(**words) for item in packaged_toml("report/methods.toml")[name]))
 
 
 def sentence(text: str) -> str:

@@ -494,21 +494,13 @@ def _axis(columns: Sequence[Moment]) -> str:
 
 MODULES = 20  # rows of the table of modules: a screen
 
-METHOD = (
-    "The step ran on tensors without memory: every operator of forward and backward pass and update, under the policy, "
-    "with the shapes and formats that it would have. Each block of memory was followed from its allocation to its end.",
-    f"Plans are within {100 * TOLERANCE:.0f} % of what is counted in real steps, and what persists within 3 %. A "
-    "verdict holds for a peak that much higher or lower, else it is undecided.",
-    "Not included: the driver's context (taken off the GPU's memory), buffers of NCCL, workspaces of cuDNN, and holes "
-    "between blocks of torch's allocator.",
-)
-
 
 def plan_page(plans: Sequence[MemoryPlan]) -> doc.Document:
     """Return the report of plans of one task and GPU under several policies; the first is shown in full."""
     plan = plans[0]
     groups = f" in {plan.replicas} groups" if plan.replicas > 1 else ""
     where = f" on {plan.devices} devices{groups}, {plan.shard}" if plan.devices > 1 else ""
+    how = doc.method("plan", tolerance=f"{100 * TOLERANCE:.0f}")
     planned = doc.Paragraph(f"Planned for the operators of a {plan.device} device: {plan.operators:,} a step.")
     policy = doc.hidden("The policy", plan.policy.to_toml())
     return doc.page(
@@ -519,7 +511,7 @@ def plan_page(plans: Sequence[MemoryPlan]) -> doc.Document:
             doc.Section("Policies", (preset_table(plans),) if len(plans) > 1 else ()),
             _pictures(plans),
             _tables(plan),
-            doc.Section("How it was planned", (doc.Bullets(METHOD), planned, policy)),
+            doc.Section("How it was planned", (how, planned, policy)),
         ),
     )
 

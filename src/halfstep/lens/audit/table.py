@@ -273,26 +273,13 @@ PAGE_PLACES = 6  # places named of each group of findings on a page
 QUESTIONED = (FP16, BF16, E5M2, E4M3)
 GRAVE = frozenset({"overflow", "underflow", "swallowed_update", "low_state"})
 
-METHOD = (
-    "Each batch ran twice on a copy of the model: in fp32, and under the policy, with the same random numbers.",
-    "Error: every operator that touches a low format was run again by itself in the shadow format on the same inputs, "
-    "forward and backward. The norm of the difference over the norm of what should be there: what this operator alone "
-    "loses. For gradients: of the gradients that its backward pass makes.",
-    "Accumulated: the same against the fp32 run of the whole model.",
-    "Underflow: elements that are zero and are not in the shadow. Subnormal: elements with less than full precision.",
-    "Headroom: bits between the largest number and the end of the format. Gradients carry the loss scale.",
-    "Swallowed: changes smaller than half an ulp of what they change; a float64 copy of the optimizer computes the "
-    "intended ones.",
-    "Time: share of all operators' time, measured with instruments on: an indication.",
-)
-
 
 def audit_page(audit: Audit) -> doc.Document:
     """Return the report of an audit."""
     kinds = doc.table("Kinds of findings", ("kind", "meaning"), KINDS.items())
     policy = doc.hidden("The policy", audit.policy.to_toml())
     plan = doc.hidden("What it means for this model", str(audit.plan))
-    method = doc.Section("How to read it", (doc.Bullets(METHOD), doc.Details(kinds.caption, (kinds,)), policy, plan))
+    method = doc.Section("How to read it", (doc.method("audit"), doc.Details(kinds.caption, (kinds,)), policy, plan))
     return doc.page(
         f"halfstep audit: {audit.plan.model}, {f'{audit.policy.name} {audit.plan.policy.dtype}'.strip()}",
         doc.sentence(audit.headline),
