@@ -36,6 +36,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("arguments", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("events", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("formats", "errors"): "errors is at the bottom: every part says what is wrong in its words",
+    ("mistakes", "schema"): "the catalogue is a file of the package",
     ("meeting", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("optim", "errors"): "errors is at the bottom: every part says what is wrong in its words",
     ("schema", "errors"): "errors is at the bottom: every part says what is wrong in its words",
