@@ -6,10 +6,12 @@ from collections.abc import Mapping
 import pytest
 
 from halfstep.report.charts import COLOURS
-from halfstep.report.files import DARK, LIGHT, style_sheet
+from halfstep.report.files import SCHEMES, style_sheet
 
 WORDS = ("ink", "muted", "good", "bad", "open")
 HUES = tuple(f"hue{i}" for i in range(1, COLOURS + 1))
+
+LIGHT, DARK = (dict(re.findall(r"--(\w+): (#\w+);", part)) for part in SCHEMES.read_text("utf-8").split("@media"))
 
 
 def luminance(colour: str) -> float:

@@ -24,19 +24,7 @@ from halfstep.report.document import Document
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMG]?B|ms)(?!\w))")  # the blank between a number and its unit
 
-LIGHT: Mapping[str, str] = {
-    "page": "#f5f6f7", "paper": "#ffffff", "ink": "#1b1f24", "muted": "#57606a", "faint": "#d0d7de", "band": "#e3e8ee",
-    "good": "#0a6b4a", "bad": "#b3261e", "open": "#7a5200", "note": "#fff4d6",
-    "hue1": "#0072b2", "hue2": "#a84300", "hue3": "#109a78", "hue4": "#8f3f70", "hue5": "#b9831f", "hue6": "#3890cc",
-}  # fmt: skip
-DARK: Mapping[str, str] = {
-    "page": "#101316", "paper": "#191d21", "ink": "#e8eaed", "muted": "#a3adb8", "faint": "#363d45", "band": "#2b333c",
-    "good": "#5fd3a6", "bad": "#ff8f85", "open": "#f0c063", "note": "#33290f",
-    "hue1": "#2f8fea", "hue2": "#d8650f", "hue3": "#22cf98", "hue4": "#bb689f", "hue5": "#f3c13a", "hue6": "#8ccbf0",
-}  # fmt: skip
-
-RULES = Path(__file__).with_name("style.css")
-PAGE = Path(__file__).with_name("page.html")
+SCHEMES, RULES, PAGE = (Path(__file__).with_name(name) for name in ("colours.css", "style.css", "page.html"))
 
 
 def render(document: Document) -> str:
@@ -86,11 +74,7 @@ def picture_style() -> str:
 
 
 def _schemes() -> str:
-    light, dark = (" ".join(f"--{name}: {value};" for name, value in c.items()) for c in (LIGHT, DARK))
-    return (
-        f":root {{ color-scheme: light dark; {light} }}\n"
-        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
-    )
+    return re.sub(r"\n +", " ", SCHEMES.read_text(encoding="utf-8")).rstrip()
 
 
 # ------------------------------------------------------------------ files for programs: JSON without nan, and SARIF
