@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.formats import DTYPES
 from halfstep.policy import Policy
+from halfstep.schema import packaged_toml
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.operators import schema_of
 from halfstep.trees import tensors
@@ -32,18 +33,10 @@ from halfstep.trees import tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-PARTS = (
-    "parameters", "precise values", "buffers", "optimizer state", "low copies", "gathered parameters", "gradients",
-    "saved for backward", "communication", "batch", "temporaries",
-)  # fmt: skip
-"""What memory is for.
+WORDS = packaged_toml("advise/plan/words.toml")
 
-parameters: as the model holds them, low ones under `params="low"`; precise values: what is kept behind low parameters;
-buffers: of the model, with the copies that a step makes to restore them; low copies: casts of parameters;
-gathered parameters: whole ones, while a sharded model computes with them; communication: buffers of collectives;
-gradients: of parameters; saved for backward: made in a forward pass and alive when the backward pass begins, or made
-again by checkpointing; batch: the step's inputs; temporaries: the rest.
-"""
+PARTS = tuple(WORDS["parts"])
+"""What memory is for; the file says what each part is."""
 
 PHASES = ("forward", "backward", "update")
 

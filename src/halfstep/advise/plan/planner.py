@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 import halfstep as hs
 from halfstep.advise.plan.elsewhere import attempt, elsewhere
-from halfstep.advise.plan.ledger import PARTS, Block, Ddp, Ledger, PlanError, fake_ranks, sent
+from halfstep.advise.plan.ledger import PARTS, WORDS, Block, Ddp, Ledger, PlanError, fake_ranks, sent
 from halfstep.advise.plan.memory import Gpu, MemoryPlan, Moment, Row, fit_of, gpu_named, largest_batch
 from halfstep.advise.plan.trace import LARGEST, MemorySink, local
 from halfstep.arguments import CALLABLE, COUNT, FLAG, NONE, TEXT, Kind, a, check, one_of
@@ -45,23 +45,7 @@ from halfstep.trees import tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-OTHER_KERNELS = (
-    "planned with the operators of a CPU: a GPU's attention, dropout and batch norm may keep other tensors for the "
-    "backward pass, and its kernels take workspaces of their own"
-)
-SAME_SIZE = "planned in bf16, which has the size of fp16: a CPU emulates fp16 with fp32 temporaries"
-"""Notes of a plan for a GPU with the operators of a CPU."""
-
-A_GPU = (
-    "planned on a fake GPU of compute capability 9.0 with Triton; not counted are workspaces of cuDNN and cuBLAS, "
-    "buffers of NCCL, and holes between blocks of torch's allocator"
-)
-COMPILED = (
-    "planned as eager code: what torch.compile fuses keeps fewer tensors for the backward pass, and the first step, "
-    "in which it compiles, takes more"
-)
-ON_HOST = "state='host' moves nothing on a CPU, and device='cuda' plans what it saves"
-"""Assumptions of a plan, which its notes name."""
+NOTES = WORDS["notes"]
 
 
 def plan(
@@ -226,8 +210,8 @@ def _planned(
         name, make = getattr(task, "__name__", type(task).__name__), task
     whole = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     on_card, notes = (policy, ()) if gpu is None else _on_card(policy, device)
-    notes += (A_GPU,) * (device != "cpu") + (COMPILED,) * bool(options.pop("compile", None))
-    notes += (ON_HOST,) * (device == "cpu" and options.get("state") == "host")
+    notes += (NOTES["a_gpu"],) * (device != "cpu") + (NOTES["compiled"],) * bool(options.pop("compile", None))
+    notes += (NOTES["on_host"],) * (device == "cpu" and options.get("state") == "host")
 
     def plan_of(size: int | None) -> MemoryPlan:
         inputs = whole if size is None else _with_size(whole, size)
@@ -272,9 +256,9 @@ def _on_card(policy: hs.Policy, device: str) -> tuple[hs.Policy, tuple[str, ...]
     if device != "cpu":
         return policy, ()
     if policy.dtype != "fp16":
-        return policy, (OTHER_KERNELS,)
+        return policy, (NOTES["other_kernels"],)
     as_fp16 = {"master": "master"} if policy.params == "low" and policy.master == "auto" else {}  # else it is "split"
-    return hs.Policy.of(policy, dtype="bf16", **as_fp16), (OTHER_KERNELS, SAME_SIZE)
+    return hs.Policy.of(policy, dtype="bf16", **as_fp16), (NOTES["other_kernels"], NOTES["same_size"])
 
 
 @contextmanager
