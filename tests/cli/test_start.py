@@ -9,12 +9,14 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 import halfstep as hs
 from halfstep.cli import app
+from halfstep.cli.app import HELPS
 from halfstep.cli.options import TASKS
 from halfstep.tasks import task_names
 from tests.two_processes import as_script
@@ -74,6 +76,15 @@ def test_a_command_has_the_arguments_of_its_code() -> None:
         name = command.__name__
         code = import_module(f"halfstep.cli.{name}").carry_out
         assert [*inspect.signature(command).parameters] == [*inspect.signature(code).parameters], name
+
+
+def test_every_option_is_explained_and_nothing_else() -> None:
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        helps = {parameter.name: parameter.help for parameter in command.params}
+        assert all(helps.values()), name
+        assert HELPS.get(name, {}).keys() <= helps.keys(), name
+    assert HELPS.keys() <= group.commands.keys()
 
 
 def test_the_tasks_that_are_offered_are_those_that_exist() -> None:
