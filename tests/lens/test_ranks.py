@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfstep as hs
 from halfstep.lens import Verdict
 from halfstep.lens.box import stepbox
-from halfstep.lens.box.exchange import Answers, Exchange
+from halfstep.lens.box.exchange import Exchange
 from halfstep.lens.box.stepbox import StepBox
 from tests.step.late import late
 from tests.two_processes import in_two_processes, started
@@ -99,7 +99,7 @@ def waits() -> Iterator[list[float]]:
     seconds: list[float] = []
     collect = Exchange.collect
 
-    def timed(self: Exchange, topic: str, patience: float, **options: Any) -> Answers:
+    def timed(self: Exchange, topic: str, patience: float, **options: Any) -> Any:
         began = time.monotonic()
         answers = collect(self, topic, patience, **options)
         seconds.append(time.monotonic() - began)

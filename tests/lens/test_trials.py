@@ -21,7 +21,8 @@ import halfstep as hs
 from halfstep.binding import fsdp
 from halfstep.errors import StepError
 from halfstep.lens.box import stepbox
-from halfstep.lens.box.advice import CAUSED, INVALID, KINDS, OVERFLOW
+from halfstep.lens.box.advice import CAUSED, INVALID, KINDS, LOADED, NAMED, OVERFLOW, UNTRAINED, WITHOUT
+from halfstep.lens.box.data import ALONE
 from halfstep.lens.box.trials import STEPS, Trial, Trials
 from tests.lens.broken import Body, explained, squared
 
@@ -470,6 +471,10 @@ def test_the_fix_in_the_program_is_named(name: str) -> None:
 def test_advice_begins_with_what_to_do(text: str) -> None:
     """A headline has its first words alone."""
     assert text.split()[0] not in {"a", "it", "its", "no", "the", "one", "some"}
+
+
+def test_the_table_has_advice_on_all_that_evidence_begins_with() -> None:
+    assert {ALONE, UNTRAINED, WITHOUT, LOADED, NAMED, "data", "divergence"} == CAUSED.keys()
 
 
 @pytest.mark.parametrize(

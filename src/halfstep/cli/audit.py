@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,7 @@ def carry_out(
     """Run the command; return its exit code."""
     out, where = console(), device_type(device)
     chosen, loaded = policy_named(policy, where), load_task(task)
-    formats = what_if or []
-    questions = [_question(text) for text in formats]
+    questions = {text: _question(text) for text in what_if or ()}
     files = Files(json=json, html=html)
     empty = hs.lens.Audit(rows=(), policy=chosen, plan=hs.resolve(chosen, loaded.model(), where), steps=0)
     _asked(empty, module, role, sort, questions)
@@ -42,11 +41,9 @@ def carry_out(
     show(out, table("", headers, lines[:rows], words=(1, 2, 3)))
     if len(lines) > rows:
         say(out, f"{len(lines) - rows} more rows; --rows {len(lines)} prints them all, --json and --html write them")
-    for text, answer in zip(formats, answers, strict=True):
+    for text, answer in answers.items():
         _print_answer(out, text, answer, rows)
-    asked = [
-        {"question": text, "rows": [a.record() for a in answer]} for text, answer in zip(formats, answers, strict=True)
-    ]
+    asked = [{"question": text, "rows": [a.record() for a in answer]} for text, answer in answers.items()]
     files.write(out, json=record(**audit.to_dict(), what_if=asked), html=audit.save_html)
     return 0
 
@@ -79,12 +76,12 @@ def _audited(task: Task, policy: hs.Policy, device: str, steps: int, after: int)
 
 
 def _asked(
-    audit: hs.lens.Audit, module: str, role: str, sort: str, questions: Sequence[tuple[str, float | None]]
-) -> tuple[hs.lens.Audit, list[tuple[Any, ...]]]:
+    audit: hs.lens.Audit, module: str, role: str, sort: str, questions: Mapping[str, tuple[str, float | None]]
+) -> tuple[hs.lens.Audit, dict[str, tuple[Any, ...]]]:
     """Return the rows to print, and the answers to ``--what-if``."""
     shown = audit.filter(module=module, role=role)
     shown = shown.sorted(sort, descending=sort != "headroom") if sort else shown.worst(len(shown))
-    return shown, [audit.what_if(form, scale) for form, scale in questions]
+    return shown, {text: audit.what_if(form, scale) for text, (form, scale) in questions.items()}
 
 
 def _print_answer(out: Console, question: str, answers: Sequence[Any], count: int) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import halfstep as hs
-from halfstep.advise.lint import RULES, SEVERITIES, LintFinding, explained
+from halfstep.advise.lint import RULES, SEVERITIES, explained
 from halfstep.advise.lint.rule import exit_code, lines
 from halfstep.advise.lint.run import POLICY, is_source
 from halfstep.cli.options import split
@@ -40,11 +38,8 @@ def carry_out(
     found = [finding for target in targets for finding in hs.lint(target, policy=chosen, ignore=left_out)]
     for text, style in lines(found):
         say(out, text, style=style or None)
-    files.write(out, json=record(findings=found), sarif=lambda path: strict_json(_sarif(found), path))
-    return exit_code(found, severity)
-
-
-def _sarif(found: Sequence[LintFinding]) -> dict[str, Any]:
-    rules = {code: rule.title for code, rule in RULES.items()}
+    titles = {code: rule.title for code, rule in RULES.items()}
     results = ((f.code, f.severity, f"{f.what}\n{f.why} {f.fix}", f.file, f.line) for f in found)
-    return sarif_log(rules, "halfstep lint --explain {}", results)
+    shown = sarif_log(titles, "halfstep lint --explain {}", results)
+    files.write(out, json=record(findings=found), sarif=lambda path: strict_json(shown, path))
+    return exit_code(found, severity)

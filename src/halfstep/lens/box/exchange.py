@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,14 +37,6 @@ KEPT = 16  # topics whose keys stay in the store
 LESS = 50  # ranks that were missing before are waited for this much less
 FIRST_PAUSE = 0.0005  # seconds between the first two looks at the store
 LONGEST_PAUSE = 0.02  # seconds between two of them; for more than 2000 ranks longer in proportion
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """What was posted about a topic before a deadline."""
-
-    values: dict[int, bytes]  # rank -> what it reported
-    missing: tuple[int, ...]  # ranks that have posted nothing
 
 
 class Exchange:
@@ -70,8 +61,10 @@ class Exchange:
         store.add(f"{topic}/count", 1)
         self._note(topic)
 
-    def collect(self, topic: str, patience: float, *, one: bool = False, at_update: bool = True) -> Answers:
-        """Return what has been posted about `topic`, of which this rank has posted something itself.
+    def collect(
+        self, topic: str, patience: float, *, one: bool = False, at_update: bool = True
+    ) -> tuple[dict[int, bytes], tuple[int, ...]]:
+        """Return rank -> what it reported about `topic`, and the ranks that have posted nothing; this one has.
 
         Waits `patience` seconds for ranks that have posted nothing; with `one` for the first value only. A rank that
         does not come is waited for less the next time if it should have come: `at_update`.
@@ -83,7 +76,7 @@ class Exchange:
         while True:
             count = store.add(f"{topic}/count", 0)
             if one and (found := self._values(topic)):
-                return Answers(found, ())
+                return found, ()
             waited = time.monotonic() - began
             if count >= everyone or waited >= (patience / LESS if count >= everyone - gone else patience):
                 break
@@ -91,7 +84,7 @@ class Exchange:
         missing = [] if count >= everyone else self._missing(topic)
         if at_update:
             self._gone = dict.fromkeys(missing, topic)
-        return Answers(self._values(topic), tuple(self.ranks[index] for index in missing))
+        return self._values(topic), tuple(self.ranks[index] for index in missing)
 
     def agree(self, topic: str, *, ok: bool, patience: float) -> bool:
         """Return whether all ranks are here within `patience` seconds and have `ok`, each of them; note [agreement]."""

@@ -321,7 +321,7 @@ class Box:
         name = f"{topic.name}/matters"
         try:
             topic.exchange.post(name, b"yes" if mine else None)
-            return mine or bool(topic.exchange.collect(name, topic.patience, one=True).values)
+            return mine or bool(topic.exchange.collect(name, topic.patience, one=True)[0])
         except Exception as error:
             self._warn_once("store", f"the other ranks could not be reached: {type(error).__name__}: {error}")
             return mine
@@ -372,17 +372,17 @@ class Box:
                 # without any fault all take the verdict of the first rank
                 told = _weight(mine) < FINITE or exchange.me == exchange.ranks[0]
                 exchange.post(topic.name, pickle.dumps(mine) if told else None)
-            answers = exchange.collect(topic.name, patience, at_update=topic.place == UPDATE)
+            values, missing = exchange.collect(topic.name, patience, at_update=topic.place == UPDATE)
         except Exception as error:
             note = f"the other ranks could not be reached: {type(error).__name__}: {error}"
             return replace(mine, notes=(*mine.notes, note))
-        self._missing = answers.missing
-        found: list[Verdict] = [mine, *(pickle.loads(v) for rank, v in answers.values.items() if rank != exchange.me)]
+        self._missing = missing
+        found: list[Verdict] = [mine, *(pickle.loads(v) for rank, v in values.items() if rank != exchange.me)]
         first = min(found, key=lambda verdict: (_weight(verdict), verdict.rank))
         alike = (v.rank for v in found if _weight(v) == _weight(first) < FINITE)
         notes = first.notes
-        if answers.missing:
-            notes = (*notes, f"no verdict came from {shown(answers.missing, 'rank', SHOWN)} in {patience:.0f} s")
+        if missing:
+            notes = (*notes, f"no verdict came from {shown(missing, 'rank', SHOWN)} in {patience:.0f} s")
         return replace(first, ranks=tuple(sorted(alike)), notes=notes)
 
     def _state_finite(self, model: nn.Module, optimizer: Optimizer | None) -> bool:

@@ -134,9 +134,13 @@ class Trials:
                 why = _first_line(error)
         try:
             with self._under(policy, by_name) as windows:
-                return self._once(policy, windows, why)
+                attempt, scale = self._finite(windows, self.subject.window, self._scale(policy))
         except Exception as error:
             return Trial(finite_once=None, outcome=f"it cannot run: {_first_line(error)}")
+        if attempt.bad or attempt.odd:
+            return Trial(finite_once=False, outcome=attempt.odd or "not finite", scale=scale)
+        losses = (_mean(attempt.losses),)
+        return Trial(finite_once=True, losses=losses, outcome=f"finite once: not trained: {why}", scale=scale)
 
     # ------------------------------------------------------------------ running
 
@@ -153,13 +157,6 @@ class Trials:
             wide = subject.wide if policy is None else policy.grads == "fp32"
             with replace(subject, wide=wide).windows() as windows:
                 yield windows
-
-    def _once(self, policy: Policy | None, windows: Windows, why: str) -> Trial:
-        attempt, scale = self._finite(windows, self.subject.window, self._scale(policy))
-        if attempt.bad or attempt.odd:
-            return Trial(finite_once=False, outcome=attempt.odd or "not finite", scale=scale)
-        losses = (_mean(attempt.losses),)
-        return Trial(finite_once=True, losses=losses, outcome=f"finite once: not trained: {why}", scale=scale)
 
     def _train(self, policy: Policy | None, windows: Windows, updates: bool) -> Trial:
         """Train, or run the same steps without updates; the outcome is "" unless it stopped, or shows no training."""

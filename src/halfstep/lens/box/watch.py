@@ -129,7 +129,7 @@ class Watch(Sink):
     def __enter__(self) -> Watch:
         """Begin to watch the loop of this thread."""
         self._exits.enter_context(self._tracer)
-        hook = register_module_forward_hook(self._called, with_kwargs=True)
+        hook = register_module_forward_hook(self._note, with_kwargs=True)
         self._exits.callback(global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch 2.13's `remove` leaves it
         self._exits.callback(hook.remove)
         return self
@@ -155,10 +155,6 @@ class Watch(Sink):
             box._around = []  # each call has its own
             self._box = box
 
-    def _called(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._note(unwrap(module), args, kwargs, result)
-
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function, and note it; a backward pass to parameters ends the step."""
         if torch.compiler.is_compiling() or self._box is None or self._tracer.running or self.replaying:
@@ -172,8 +168,11 @@ class Watch(Sink):
         return result
 
     def _note(self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
-        if self._box is None or self._tracer.running or self.replaying or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or self._box is None or self._tracer.running:
             return
+        if self.replaying or not torch.is_grad_enabled():
+            return
+        func = unwrap(func) if isinstance(func, nn.Module) else func
         made = _results(func, args, result)
         if not made or len(self._calls) > LONGEST:
             return
