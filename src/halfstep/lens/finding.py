@@ -7,21 +7,10 @@ from typing import Any
 
 from halfstep.policy.policy import Policy
 from halfstep.report import plain
+from halfstep.schema import packaged_toml
 
-KINDS = {  # kind of a finding -> what it means, the gravest first
-    "bad_state": "weights are inf or nan",
-    "divergence": "training runs away: loss, gradients or weights grow without coming back, in any format",
-    "bad_gradient": "gradients are inf or nan although no loss scale can have made them so",
-    "overflow": "an operator makes inf or nan where a wide format has numbers",
-    "underflow": "numbers become zero, or lose their digits, because the format has none that small",
-    "swallowed_update": "updates of weights, or of a running average, are smaller than half an ulp of what they change",
-    "low_state": "an optimizer's state, or a running average, is kept in a format that cannot follow it",
-    "rounding": "digits are gone: one operator rounds too much, takes the difference of nearly equal numbers, adds "
-    "small numbers to large ones, or the rounding of many has added up",
-    "saturation": "the format alone makes probabilities (or a sigmoid, a tanh) exactly 0 or 1, or cuts numbers off at "
-    "its largest one",
-    "overflow_risk": "the largest number is near the end of the format",
-}
+KINDS: dict[str, str] = packaged_toml("lens/kinds.toml")["findings"]
+"""Kind of a finding -> what it means, the gravest first."""
 
 ROOM = 0.5
 """Bits below the largest number of a format that are a risk. From a few steps to a long run the largest of many numbers

@@ -17,27 +17,12 @@ from halfstep import report as doc
 from halfstep.errors import FormatError
 from halfstep.formats import FORMATS, FP32, format_of
 from halfstep.report import plain, sarif_log, strict_json, write_page
+from halfstep.schema import packaged_toml
 
 SHOWN = 4  # samples and indices are listed up to this number
 
-KINDS = {  # kind of a verdict -> what happened at the place
-    "overflow": "a result is larger than the largest number of its format",
-    "invalid": "the operator has no finite value there, in any format",
-    "bad_batch": "the batch holds values that are not finite",
-    "bad_state": "a parameter, a buffer or the optimizer's state was not finite before the step",
-    "scale_too_high": "the gradients overflow because of the loss scale alone",
-    "loop": "the training loop wrote values, or left values, that it should not have",
-    "not_reproducible": "the replay is finite, or there was none",
-}
-
-CAUSES = {  # root cause of a verdict -> what it means
-    "precision": "the low format: in fp32 the same steps are finite and train",
-    "scale": "the setting of the loss scale",
-    "divergence": "training ran away before this step: in fp32 it is lost too, now or a few steps later",
-    "data": "a batch holds what cannot be trained on: inf, nan, outliers, labels out of range, rows all masked out",
-    "model": "the code has no finite value or gradient there, in any format",
-    "loop": "the order of calls in the training loop",
-}
+_, KINDS, CAUSES = packaged_toml("lens/kinds.toml").values()
+"""Kind of a verdict -> what happened at the place; root cause -> what it means."""
 
 WIDTH = 160  # characters of a headline
 LEAST = 30  # of its remedy, where what happened needs the room: its numbers matter more

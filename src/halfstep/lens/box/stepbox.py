@@ -48,6 +48,7 @@ from halfstep.lens.tracing import file_of
 from halfstep.lens.verdict import Verdict, shown
 from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
+from halfstep.schema import packaged_toml
 from halfstep.step.parts.record import History, MicroBatch, Window
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ FINITE = 3  # the weight of a verdict on a rank whose replay was finite, see `_w
 ELSEWHERE = "the part that another rank has of a parameter is not finite"
 UPDATE, CALL = "update", "call"
 NO_MORE: Mapping[int, MicroBatch] = {}
+STREAKS = packaged_toml("lens/box/streaks.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Streak:
     a lower scale decides whether to wait, or whether gradients are not finite at any scale (`helps`).
     """
 
-    reported: set[str] = field(default_factory=set)  # names of the diagnoses made so far
+    reported: set[str] = field(default_factory=set)  # the diagnoses made so far, as `what` has them
     streak: int = 0  # steps in a row whose gradients were not finite
     losses: int = 0  # steps in a row whose loss was not finite under finite gradients
     verdict: Verdict | None = None  # that on a step of the streak, if one was explained
@@ -125,18 +127,8 @@ class Streak:
         """Count a step whose loss was not finite under finite gradients; return what has not been reported before."""
         self.streak = 0
         self.losses += 1
-        found = [(
-            "the loss is not finite while gradients are",
-            f"the update was {'applied, as torch.amp does' if applied else 'not applied: the loop has left it out'}; "
-            "the loss shows nothing now, and a term of it trains nothing. "
-            "Compute that term in fp32, or keep it where the format ends (step.explain() names the operator)",
-        )]  # fmt: skip
-        if self.losses == STREAK:
-            found.append((
-                f"{STREAK} steps in a row had a loss that is not finite and gradients that are",
-                "no loss curve, early stopping or best checkpoint can be trusted; training itself goes on",
-            ))  # fmt: skip
-        return self._new(found)
+        how = "applied, as torch.amp does" if applied else "not applied: the loop has left it out"
+        return self._new(["lost", "no curve"] if self.losses == STREAK else ["lost"], how=how)
 
     def skipped(self) -> None:
         """Count a step whose gradients were not finite."""
@@ -153,44 +145,35 @@ class Streak:
 
     def see(self, step: SkippedStep) -> list[str]:
         """Return what has not been reported before about a bad step that `skipped` has counted."""
-        return self._new(self._diagnoses(step))
+        return self._new(self._diagnoses(step), scale=step.scale, reason=self._reason())
 
-    def _new(self, diagnoses: Iterable[tuple[str, str]]) -> list[str]:
-        new = {name: text for name, text in diagnoses if name not in self.reported}
-        self.reported.update(new)
-        return [f"{name}: {text}" for name, text in new.items()]
+    def _new(self, found: Iterable[str], **words: object) -> list[str]:
+        texts = []
+        for name in found:
+            numbers = {"streak": self.streak, "losses": self.losses, "helps": self.helps}
+            what, why = (STREAKS[name][part].format(**numbers, **words) for part in ("what", "why"))
+            if what not in self.reported:
+                self.reported.add(what)
+                texts.append(f"{what}: {why}")
+        return texts
 
-    def _diagnoses(self, seen: SkippedStep) -> Iterator[tuple[str, str]]:
+    def _diagnoses(self, seen: SkippedStep) -> Iterator[str]:
+        """Yield the names of what is known of a bad step in ``streaks.toml``."""
         if not seen.state_finite:
-            yield (
-                "weights or optimizer state are not finite",
-                "no step can be finite any more; load the last good checkpoint, and find the update that wrote them",
-            )
+            yield "state"
             return
         dynamic = seen.scaling == "dynamic"
         if dynamic and seen.scale <= seen.floor * (1 + 1e-6):
-            yield "the scale is at its floor", f"{seen.scale:g} cannot get lower; {self._reason()}"
+            yield "floor"
         elif dynamic and self.helps and self.helps < 1.0:
-            yield (
-                "the loss is too large for fp16 gradients",
-                f"at a loss scale of 1 they overflow too, and at {self.helps:g} they are finite; a dynamic scale gets "
-                "there by skipping steps, and a smaller loss (a mean for a sum) skips none",
-            )
+            yield "large loss"
         if self.streak == (LONG_STREAK if dynamic and seen.scale > 1.0 else STREAK):
-            if seen.applied:
-                yield f"the gradients of {self.streak} steps in a row were not finite", self._reason()
-            else:
-                yield f"{self.streak} steps in a row were skipped", f"training stands still; {self._reason()}"
-        if self.streak >= 2 and seen.low == "bf16" and seen.scaling == "none" and not seen.applied:
-            yield (
-                "bf16 skips steps",
-                f"bf16 reaches as far as fp32, so fp32 would overflow too, or a value is invalid; {self._reason()}",
-            )
-        if not seen.loss_finite and self.streak >= 2 and not seen.applied:
-            yield (
-                "the loss is not finite",
-                f"skipping leaves weights as they are, so the same data gives the same; {self._reason()}",
-            )
+            yield "applied" if seen.applied else "skipped"
+        if self.streak >= 2 and not seen.applied:
+            if seen.low == "bf16" and seen.scaling == "none":
+                yield "bf16"
+            if not seen.loss_finite:
+                yield "loss"
 
     def _reason(self) -> str:
         verdict = self.verdict
