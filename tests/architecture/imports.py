@@ -49,6 +49,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("advise", "report"): "a decision, a plan and findings are written as pages",
     ("advise", "testing"): "a plan for a GPU is traced on the fake GPU",
     ("integrations", "lazy"): "a library is imported when its part is first used",
+    ("tasks", "schema"): "what spoils a measurement is a file of the package",
     ("cli", "lazy"): "typer is imported when the application is first used",
     ("testing", "tasks"): "the model whose step is counted is a task's",
     ("cli", "advise"): "the command line shows what was decided, planned and found",

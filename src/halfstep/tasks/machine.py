@@ -14,6 +14,7 @@ import torch
 
 import halfstep as hs
 from halfstep.errors import TaskError, did_you_mean
+from halfstep.schema import packaged_toml
 from halfstep.torch_private.devices import has_mkldnn
 
 if TYPE_CHECKING:
@@ -100,16 +101,7 @@ NOISE = 0.1  # identical programs that differ by more than this make every ratio
 BUSY = 0.25  # load average a core, before anything was measured
 TF32_GAIN = 1.3
 
-LOWER = "oneDNN may compute fp32 products in a lower format; unset it for a true fp32"
-UNUSED = "oneDNN may leave units of this CPU unused; unset it"
-VARIABLES: Mapping[str, str] = {
-    **dict.fromkeys(("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"), LOWER),
-    **dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"), UNUSED),
-    "ATEN_CPU_CAPABILITY": "torch's own CPU kernels may leave units of this CPU unused; unset it",
-    "NVIDIA_TF32_OVERRIDE": "CUDA libraries ignore torch's tf32 settings; unset it",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "fp32 products on CUDA are computed in tf32 unless the program says no",
-}
-"""Environment variables that change what a format means or how fast it is -> what they do, and the remedy."""
+VARIABLES, TEXTS = packaged_toml("tasks/pitfalls.toml").values()
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -156,69 +148,49 @@ def pitfalls(
     yield from _torch()
     yield from (line for speed in speeds if speed.device == "cuda" for line in _cuda(speed))
     if load > BUSY * cores:
-        yield (
-            f"other programs kept this machine busy (load average {load:.1f} on {cores} cores before measuring): the "
-            "speeds are of fewer threads than training would have; run this again when it is quiet"
-        )
+        yield TEXTS["busy"].format(load=load, cores=cores)
     works = [(f"{work.work} on {speed.device}", work.control) for speed in speeds for work in speed.works]
     spread, worst = max(((max(c.high, 1 / c.low) - 1.0, name) for name, c in works), default=(0.0, ""))
     if spread > NOISE:
-        yield (
-            f"identical fp32 programs differed by up to {spread:.0%} ({worst}): "
-            "differences finer than that are not resolved here"
-        )
+        yield TEXTS["spread"].format(spread=spread, worst=worst)
 
 
 def _threads(threads: int, cores: int, granted: float | None, environ: Mapping[str, str]) -> Iterator[str]:
     if granted is not None and threads > granted:
-        yield (
-            f"torch runs {threads} threads in a container granted {granted:g} cores' time: they stall each other; "
-            f"torch.set_num_threads({max(1, int(granted))})"
-        )
+        yield TEXTS["stalled"].format(threads=threads, granted=granted, wanted=max(1, int(granted)))
     elif threads < cores:
         by = next((f"{name}={environ[name]}" for name in THREAD_VARIABLES if environ.get(name)), "")
         if by or 2 * threads < cores:  # half of the cores is torch's choice where each core has two hardware threads
             remedy = f"unset {by.partition('=')[0]} ({by})" if by else f"torch.set_num_threads({cores})"
-            yield f"torch runs {threads} of {cores} cores; {remedy}"
+            yield TEXTS["idle"].format(threads=threads, cores=cores, remedy=remedy)
 
 
 def _torch() -> Iterator[str]:
+    has_gpu = Path("/dev/nvidia0").exists()
     if not torch.backends.mkldnn.is_available():
-        yield "this torch has no oneDNN: on x86 CPUs its bf16 and fp16 products run without the CPU's units"
-    if torch.version.cuda is None and torch.version.hip is None and Path("/dev/nvidia0").exists():
-        yield f"there is an NVIDIA GPU and this torch ({torch.__version__}) is a build for CPUs; install a CUDA build"
-    elif torch.version.cuda is not None and not torch.cuda.is_available() and Path("/dev/nvidia0").exists():
-        yield f"there is an NVIDIA GPU that torch (CUDA {torch.version.cuda}) cannot use; look at the driver's version"
-
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        yield (
-            f"torch.get_float32_matmul_precision() is {precision!r}: fp32 products may use a lower format, so "
-            "fp32 is no longer the reference; torch.set_float32_matmul_precision('highest')"
-        )
+        yield TEXTS["no_onednn"]
+    if torch.version.cuda is None and torch.version.hip is None and has_gpu:
+        yield TEXTS["cpu_build"].format(torch=torch.__version__)
+    elif torch.version.cuda is not None and not torch.cuda.is_available() and has_gpu:
+        yield TEXTS["driver"].format(cuda=torch.version.cuda)
+    if (precision := torch.get_float32_matmul_precision()) != "highest":
+        yield TEXTS["precision"].format(precision=precision)
     if torch.are_deterministic_algorithms_enabled():
-        yield "deterministic algorithms are on: some operators run slower kernels or refuse to run, in every format"
+        yield TEXTS["deterministic"]
     if not torch.is_autocast_cache_enabled():
-        yield "autocast's cache is off: a weight used several times in a step is cast every time"
+        yield TEXTS["no_cache"]
 
 
 def _cuda(speed: DeviceSpeed) -> Iterator[str]:
     if not torch.backends.cudnn.is_available():
-        yield "cuDNN is missing: convolutions run in torch's own kernels, in low formats without their units"
+        yield TEXTS["no_cudnn"]
     capabilities = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
     if len(capabilities) > 1:
-        words = " and ".join(f"{major}.{minor}" for major, minor in capabilities)
-        yield f"the GPUs differ (compute capability {words}): the oldest decides; CUDA_VISIBLE_DEVICES chooses"
+        yield TEXTS["gpus_differ"].format(words=" and ".join(f"{major}.{minor}" for major, minor in capabilities))
     tf32 = max(
         (s.faster.median for w in speed.works[:1] for s in w.speeds if s.label == "tf32" and s.faster), default=0.0
     )
     if tf32 >= TF32_GAIN and torch.get_float32_matmul_precision() == "highest":
-        yield (
-            f"what stays fp32 runs without tf32, which is {tf32:.2g} times as fast in matrix products; "
-            "torch.set_float32_matmul_precision('high') if 10 bits of mantissa will do there"
-        )
+        yield TEXTS["no_tf32"].format(tf32=tf32)
     if torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction and hs.policy.units("cuda").fp16:
-        yield (
-            "partial sums of fp16 products may be added in fp16 (torch's default) and overflow; "
-            "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False if a run skips steps"
-        )
+        yield TEXTS["low_sums"]
