@@ -23,12 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from halfstep.accelerators import TYPES
 from halfstep.cast.arithmetic.rounded import rules_off
 from halfstep.cast.regions.autocast import autocast
+from halfstep.cast.rules.recipe import Recipe
 from halfstep.cast.state import STATE
 from halfstep.errors import HalfstepError, PolicyError
 from halfstep.formats import LOW_DTYPES, float64_of
 from halfstep.kernels import sharded
 from halfstep.policy.operators import canonical, known, operator_name
-from halfstep.policy.policy import Policy
 from halfstep.snapshot import same_numbers, torch_states
 from halfstep.torch_private.devices import get_privateuse1_backend_name, is_any_autocast_enabled, storage_key
 from halfstep.torch_private.modes import (
@@ -92,10 +92,10 @@ def pointwise(op: str) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, name).tags for name in names)
 
 
-def region_here() -> Policy | None:
-    """Return the policy of the `hs.autocast` that is the innermost region here, None if another is or none."""
+def region_here() -> Recipe | None:
+    """Return the recipe of the `hs.autocast` that is the innermost region here, None if another is or none."""
     owner = STATE.frames[-1].owner() if STATE.frames else None
-    return owner.recipe.policy if isinstance(owner, autocast) else None
+    return owner.recipe if isinstance(owner, autocast) else None
 
 
 STATISTICS = ("running_mean", "running_var")

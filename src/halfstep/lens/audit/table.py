@@ -312,22 +312,21 @@ def _pictures(audit: Audit) -> doc.Section:
         ("weight gradient", "Gradients of weights", "With the loss scale"),
         ("weight", "Weights", "As they are stored"),
     )
-    figures = tuple(_figure(audit.filter(role=role), *words) for role, *words in kinds if audit.filter(role=role).rows)
+    figures = []
+    for role, heading, caption in kinds:
+        those = audit.filter(role=role)
+        names, shown = _names(those), those.worst(STRIPS)
+        some = f"the {len(shown)} of {len(those)} that lose most" if len(shown) < len(those) else f"all {len(those)}"
+        chart = doc.HeatMap("magnitude", tuple(_strip(row, names[id(row)]) for row in shown))
+        alt = f"Heat map of {heading.lower()} over powers of two, {some}."
+        figures += [doc.Figure(heading, f"{caption}; {some}.", alt, chart)] if those.rows else []
     how = doc.Paragraph(
         "Each strip is one operator of one module: how many of its numbers have which power of two, zeros apart "
         "at the left. Behind it the range of its format: paler where numbers are subnormal, with marks at its smallest "
         "number, its smallest of full precision and its largest (those of bf16 and fp32 lie far outside). The other "
         "colour is what lies below full precision or outside. What loses most comes first."
     )
-    return doc.Section("Where the numbers lie", (how, doc.Gallery(figures)))
-
-
-def _figure(those: Audit, heading: str, caption: str) -> doc.Figure:
-    names, shown = _names(those), those.worst(STRIPS)
-    some = f"the {len(shown)} of {len(those)} that lose most" if len(shown) < len(those) else f"all {len(those)}"
-    chart = doc.HeatMap("magnitude", tuple(_strip(row, names[id(row)]) for row in shown))
-    alt = f"Heat map of {heading.lower()} over powers of two, {some}."
-    return doc.Figure(heading, f"{caption}; {some}.", alt, chart)
+    return doc.Section("Where the numbers lie", (how, doc.Gallery(tuple(figures))))
 
 
 def _names(rows: Iterable[AuditRow]) -> dict[int, str]:

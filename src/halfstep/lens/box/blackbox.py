@@ -22,7 +22,6 @@ from halfstep.binding.prepare import prepared_policy
 from halfstep.binding.wrappers import unwrap
 from halfstep.cast.regions.autocast import again, autocast
 from halfstep.cast.rules.recipe import run_eagerly
-from halfstep.cast.state import STATE
 from halfstep.errors import StepError
 from halfstep.events import hook_weakly
 from halfstep.formats import LOW_DTYPES, POLICY_DTYPES
@@ -35,7 +34,7 @@ from halfstep.lens.box.diagnose import AROUND, INSIDE, Subject, low_of
 from halfstep.lens.box.evidence import SAME, load_evidence, restate_evidence, restored
 from halfstep.lens.box.loop import Loop, poisoned
 from halfstep.lens.box.stepbox import CALL, MOST_REPLAYS, NO_MORE, UPDATE, Box, SkippedStep, StepBox, Topic
-from halfstep.lens.calls import autocasting, extremes
+from halfstep.lens.calls import autocasting, extremes, region_here
 from halfstep.lens.verdict import Cure, Verdict
 from halfstep.meeting import processes
 from halfstep.policy.policy import Policy
@@ -452,9 +451,8 @@ for _hook in (BlackBox._before_update, BlackBox._after_update):
 
 def regions_here() -> list[AbstractContextManager[Any]]:
     """Return contexts that open the region that is open here again: halfstep's or torch's."""
-    owner = STATE.frames[-1].owner() if STATE.frames else None
-    if isinstance(owner, autocast):
-        return [again(owner.recipe)]
+    if (recipe := region_here()) is not None:
+        return [again(recipe)]
     return [torch.autocast(device, torch.get_autocast_dtype(device)) for device in autocasting()]
 
 

@@ -239,9 +239,9 @@ class _InPlaceOfRegions(Sink):
         self.native = dataclasses.replace(recipe, mode=None)
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        policy = region_here()
+        region = region_here()
         on = any(torch.is_autocast_enabled(device) for device, _, _ in self.recipe.devices)
-        if not on or (STATE.frames and policy is None) or spelled(func) in RUNS_BACKWARD:
+        if not on or (STATE.frames and region is None) or spelled(func) in RUNS_BACKWARD:
             return func(*args, **kwargs)
         recomputed = current_graph_task_id() != -1  # by a checkpoint, which restores the format and no rules
         with opened(self.native if recomputed else self.recipe):

@@ -150,7 +150,8 @@ class Trace(Sink):
                 return unreported(func)(*args, **kwargs)
         if devices := autocasting():
             self.low = torch.get_autocast_dtype(devices[0])
-            self.region = region_here() or self.region
+            region = region_here()
+            self.region = self.region if region is None else region.policy
         return self._watched(func, args, kwargs, self._site_of(op))
 
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
