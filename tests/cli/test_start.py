@@ -84,7 +84,7 @@ def test_every_option_is_explained_and_nothing_else() -> None:
         helps = {parameter.name: parameter.help for parameter in command.params}
         assert all(helps.values()), name
         assert HELPS.get(name, {}).keys() <= helps.keys(), name
-    assert HELPS.keys() <= group.commands.keys()
+    assert HELPS.keys() <= {"all", *group.commands}
 
 
 def test_the_tasks_that_are_offered_are_those_that_exist() -> None:

@@ -17,7 +17,7 @@ import typer
 
 import halfstep as hs
 from halfstep.cli import options
-from halfstep.cli.options import TASK, Device, Html, Json, Policies, PolicyLabel, Sarif, TaskName
+from halfstep.cli.options import Device, Html, Json, Policies, PolicyLabel, Sarif, TaskName
 from halfstep.schema import packaged_toml
 
 HELPS = packaged_toml("cli/options.toml")
@@ -43,7 +43,7 @@ def main(
 def command(declared: Callable[..., None]) -> Callable[..., None]:
     """Make a command of its options, which `options.toml` explains: it calls `carry_out` of the file NAME with them."""
     name = declared.__name__
-    helps = HELPS.get(name, {})
+    helps = HELPS["all"] | HELPS.get(name, {})
     hints = inspect.get_annotations(declared, eval_str=True)
     declared.__annotations__ = {key: _with_help(hint, helps.get(key, "")) for key, hint in hints.items()}
 
@@ -66,7 +66,7 @@ def _with_help(hint: Any, text: str) -> Any:
     annotated: Any = Annotated
     plain, info = get_args(hint) if get_origin(hint) is annotated else (hint, typer.Option())
     info = copy.copy(info)  # several options share one
-    info.help = text or info.help
+    info.help = text
     return annotated[plain, info]
 
 
@@ -76,9 +76,7 @@ SETTINGS = {"run": {"allow_interspersed_args": False, "ignore_unknown_options": 
 
 @command
 def compare(
-    task: Annotated[
-        list[str] | None, typer.Option(help=f"{TASK} Again for more. Default: all three.", autocompletion=options.task)
-    ] = None,
+    task: Annotated[list[str] | None, typer.Option(autocompletion=options.task)] = None,
     policies: Policies = None,
     steps: Annotated[int | None, typer.Option(min=1)] = None,
     seeds: Annotated[int | None, typer.Option(min=1)] = None,

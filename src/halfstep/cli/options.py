@@ -70,30 +70,14 @@ def _paths(incomplete: str, suffix: str) -> list[str]:
 
 
 TASKS = ("lenet5", "resnet", "gpt")
-TASK = f"{', '.join(TASKS)} or path/to/file.py:function, which returns an hs.Task."
 
-Device = Annotated[
-    str, typer.Option(help="Device type. Default: the accelerator, if there is one, else cpu.", autocompletion=DEVICES)
-]
-Json = Annotated[
-    Path | None, typer.Option("--json", help="Write everything found to this file; - is the standard output.")
-]
-Html = Annotated[
-    Path | None, typer.Option("--html", help="Write a report with pictures: one file, to look at and to send.")
-]
-Sarif = Annotated[
-    Path | None, typer.Option("--sarif", help="Write what was found to this file as editors and code hosts read it.")
-]
-PolicyLabel = Annotated[
-    str,
-    typer.Option(
-        "--policy",
-        help="A preset or a policy file (.toml), with :bf16 or :fp16 for another format.",
-        autocompletion=policy,
-    ),
-]
+Device = Annotated[str, typer.Option(autocompletion=DEVICES)]
+Json = Annotated[Path | None, typer.Option("--json")]
+Html = Annotated[Path | None, typer.Option("--html")]
+Sarif = Annotated[Path | None, typer.Option("--sarif")]
+PolicyLabel = Annotated[str, typer.Option("--policy", autocompletion=policy)]
 Policies = Annotated[list[str] | None, typer.Option(autocompletion=policies)]
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help=TASK, autocompletion=task)]
+TaskName = Annotated[str, typer.Argument(metavar="TASK", autocompletion=task)]
 
 
 def split(groups: str | Iterable[str] | None) -> list[str]:
