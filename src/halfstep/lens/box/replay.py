@@ -140,18 +140,15 @@ class Trace(Sink):
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that the user called, and record what it did to its tensors."""
         op = spelled(func)
-        if op in RUNS_BACKWARD and not self._depth and isinstance(func, FunctionType):
-            with self.tracer.parts():
-                return unreported(func)(*args, **kwargs)
         if self._depth or op in SILENT or getattr(func, "__name__", "") in SILENT:
             return func(*args, **kwargs)
-        if op in OPENED and _opens(func):
+        if (op in RUNS_BACKWARD and isinstance(func, FunctionType)) or (op in OPENED and _opens(func)):
             with self.tracer.parts():
                 return unreported(func)(*args, **kwargs)
         if devices := autocasting():
             self.low = torch.get_autocast_dtype(devices[0])
-            region = region_here()
-            self.region = self.region if region is None else region.policy
+            if (region := region_here()) is not None:
+                self.region = region.policy
         return self._watched(func, args, kwargs, self._site_of(op))
 
     def kernel(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
