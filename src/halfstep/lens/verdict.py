@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from halfstep import report as doc
-from halfstep.errors import FormatError, few
+from halfstep.errors import FormatError
 from halfstep.formats import FORMATS, FP32, format_of
 from halfstep.report import plain, sarif_log, strict_json, write_page
 from halfstep.schema import packaged_toml
@@ -290,7 +290,9 @@ def _joined(parts: Sequence[str], width: int) -> str:
 
 def shown(numbers: Sequence[int], what: str = "sample", most: int = SHOWN) -> str:
     """Return "sample 1" or "samples 1, 4 and 7 more"."""
-    return f"{what}{'s' if len(numbers) > 1 else ''} {few(list(map(str, numbers)), most)}"
+    text = ", ".join(map(str, numbers[:most]))
+    more = len(numbers) - most
+    return f"{what}{'s' if len(numbers) > 1 else ''} {text}" + (f" and {more} more" if more > 0 else "")
 
 
 def _page(verdict: Verdict) -> doc.Document:
