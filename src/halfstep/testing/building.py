@@ -44,6 +44,6 @@ def built(what: str, source: Path, libraries: Sequence[str], error: type[DeviceE
     links = [f"-L{place / 'lib'}", f"-Wl,-rpath,{place / 'lib'}", *(f"-l{each}" for each in libraries)]
     try:
         compile_to(library, ["g++", *flags, str(source), *links], f"{what} for torch {torch.__version__}")
-    except Unavailable as problem:
-        raise error(str(problem)) from problem
+    except Unavailable as cause:
+        raise error(str(cause)) from cause
     return library
