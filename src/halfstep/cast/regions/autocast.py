@@ -207,6 +207,7 @@ def _dtype_here(device_type: str | None) -> torch.dtype | None:
         return None
 
 
+USUAL = (str, torch.dtype, bool, bool)
 SWITCH = FLAG | Kind("0 or 1", lambda value: WHOLE.has(value) and value < 2)
 
 
@@ -234,7 +235,11 @@ def _recipe(
 ) -> Recipe:
     if device_type is None and policy is None:
         raise PolicyError("hs.autocast needs a device_type ('cpu', 'cuda', ...) or a policy (policy='mixed')")
-    _check(device_type, dtype, enabled, cache_enabled, policy)
+    given: tuple[object, ...] = device_type, dtype, enabled, cache_enabled
+    if enabled is None or any(
+        value is not None and type(value) is not kind for value, kind in zip(given, USUAL, strict=True)
+    ):
+        _check(device_type, dtype, enabled, cache_enabled, policy)
     try:
         devices = default_device_types() if device_type is None else (torch.device(device_type).type,)
     except RuntimeError as error:
