@@ -27,7 +27,7 @@ from benchmarks.counts import allocations
 from benchmarks.stamp import write
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.gpt import GPT
-from halfstep.testing.count import GPT_5M, ResNet18
+from halfstep.testing.count import GPT_5M, small_resnet18
 
 PERSISTENT, PEAK = 0.03, 0.10
 """Largest relative error of what persists, and of the peak."""
@@ -245,7 +245,7 @@ def cases() -> dict[str, Case]:
     return {
         "lenet5": task_case("lenet5"),
         "gpt": task_case("gpt"),
-        "resnet18": Case(model=ResNet18, batch=pictures, loss_fn=scores_loss, optimizer=momentum),
+        "resnet18": Case(model=small_resnet18, batch=pictures, loss_fn=scores_loss, optimizer=momentum),
         "gpt-5m": gpt,
         "llama": Case(model=llama, batch=lambda: words(4, 128), loss_fn=own_loss, optimizer=adamw),
         "bert": Case(model=bert, batch=lambda: words(4, 128), loss_fn=own_loss, optimizer=adamw),

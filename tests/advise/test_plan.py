@@ -22,7 +22,7 @@ from halfstep.advise.plan import PARTS, PHASES, MemoryPlan, PlanError, plan_each
 from halfstep.advise.plan.ledger import fake_ranks
 from halfstep.tasks.gpt import GPT
 from halfstep.tasks.images import LeNet5
-from halfstep.testing.count import ResNet18
+from halfstep.testing.count import small_resnet18
 
 
 def gpt() -> nn.Module:
@@ -30,7 +30,7 @@ def gpt() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    return ResNet18(width=16, classes=10)
+    return small_resnet18(width=16, classes=10)
 
 
 def pictures() -> tuple[Tensor, Tensor]:

@@ -51,6 +51,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("integrations", "lazy"): "a library is imported when its part is first used",
     ("tasks", "schema"): "what spoils a measurement is a file of the package",
     ("cli", "lazy"): "typer is imported when the application is first used",
+    ("testing", "compat"): "the ResNet-18 whose step is counted is that of megengine.hub",
     ("testing", "tasks"): "the model whose step is counted is a task's",
     ("cli", "advise"): "the command line shows what was decided, planned and found",
     ("cli", "compat"): "halfstep run puts names of another library in place for a script",
@@ -70,6 +71,7 @@ ROOT_IMPORTS = frozenset(PUBLIC | USED) - {"", "testing"}
 
 EXCEPTIONS: Mapping[tuple[str, str], str] = {
     ("halfstep.compat.apex.optimizers", "kernels"): "which of torch's fused kernels do their work stands once",
+    ("halfstep.testing.building", "kernels"): "C++ is compiled in one place, into one cache",
     ("halfstep.step.parts.verdicts", "lens"): "the black box, inside a function: who looks at a step is above it",
     ("halfstep.step.train_step", "lens"): "the annotation of TrainStep.explain",
 }

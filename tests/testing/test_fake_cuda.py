@@ -201,7 +201,7 @@ def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_
     source = tmp_path / "fake_cuda.cpp"
     source.write_text("#error out of order\n")
     monkeypatch.setattr(module, "SOURCE", source)
-    with pytest.raises(FakeCudaError, match="g.. cannot build the fake CUDA device for torch .*out of order"):
+    with pytest.raises(FakeCudaError, match="g.. could not compile the fake CUDA device for torch .*out of order"):
         build()
     assert not list(tmp_path.rglob("*.so"))
 

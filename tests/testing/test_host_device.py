@@ -9,14 +9,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfstep.testing import HostDeviceError, host_device
-from halfstep.testing.building import DeviceError, cache_folder
 from halfstep.testing.host_device import missing
 
 SCRIPT = Path(__file__).parent / "on_host_device.py"
@@ -173,18 +171,3 @@ def test_the_program_of_the_page_prints_what_it_states() -> None:
     program = page.partition("python - <<'EOF'\n")[2].partition("EOF\n")[0]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
     assert done.stdout.strip() == program.rstrip().rpartition("#")[2].strip() == "npu:0 65536.0", done.stderr
-
-
-def test_a_library_is_not_loaded_from_a_folder_that_others_can_write_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    kept = cache_folder(DeviceError)
-    assert kept == tmp_path / "cache" / "halfstep"
-    kept.chmod(0o777)
-    temporary = cache_folder(DeviceError)
-    assert temporary.parent == tmp_path and not temporary.stat().st_mode & 0o022
-    temporary.chmod(0o777)
-    with pytest.raises(DeviceError, match="others can write to it; set XDG_CACHE_HOME"):
-        cache_folder(DeviceError)

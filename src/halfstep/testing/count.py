@@ -15,13 +15,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.compat.megengine.hub import resnet18
 from halfstep.formats import DTYPES
 from halfstep.tasks.gpt import GPT
 from halfstep.testing.counter import count_step
@@ -37,46 +38,16 @@ GPT_5M: Mapping[str, int] = {"vocabulary": 4096, "width": 256, "layers": 4, "hea
 """A decoder of 5.29M parameters in 53 tensors."""
 
 
-class Residual(nn.Module):
-    """Two convolutions with BatchNorm beside a shortcut."""
-
-    def __init__(self, taken: int, given: int, stride: int) -> None:
-        super().__init__()
-        self.first, self.norm1 = nn.Conv2d(taken, given, 3, stride, 1, bias=False), nn.BatchNorm2d(given)
-        self.second, self.norm2 = nn.Conv2d(given, given, 3, 1, 1, bias=False), nn.BatchNorm2d(given)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or taken != given:
-            self.shortcut = nn.Sequential(nn.Conv2d(taken, given, 1, stride, bias=False), nn.BatchNorm2d(given))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, taken, height, width) -> (batch, given, height / stride, width / stride)."""
-        inner = self.norm2(self.second(F.relu(self.norm1(self.first(x)))))
-        return F.relu(inner + self.shortcut(x))
-
-
-class ResNet18(nn.Module):
-    """ResNet-18 with a stem for small pictures: 11.2M parameters in 62 tensors, 100 classes."""
-
-    def __init__(self, *, width: int = 64, classes: int = 100) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
-        blocks, taken = [], width
-        for stage in range(4):
-            for place in range(2):
-                given = width * 2**stage
-                blocks.append(Residual(taken, given, 2 if stage and not place else 1))
-                taken = given
-        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(taken, classes)
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        """(batch, 3, height, width) -> (batch, classes), logits."""
-        x = self.blocks(F.relu(self.norm(self.stem(pictures))))
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))  # type: ignore[no-any-return]
+def small_resnet18(width: int = 64, classes: int = 100) -> nn.Module:
+    """Return a ResNet-18 with a stem for small pictures: 11.2M parameters in 62 tensors."""
+    network: Any = resnet18(classes, width=width)
+    network.conv1, network.maxpool = nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.Identity()
+    return cast(nn.Module, network)
 
 
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype, tuple[int, ...]]] = {
     "gpt": (lambda: GPT(**GPT_5M), (8, 128), torch.long, (8, 128)),
-    "resnet18": (ResNet18, (32, 3, 32, 32), torch.float32, (32,)),
+    "resnet18": (small_resnet18, (32, 3, 32, 32), torch.float32, (32,)),
 }
 """Name -> the model, the shape and format of its inputs, and the shape of its targets."""
 

@@ -15,7 +15,7 @@ from torch import get_autocast_dtype
 
 from halfstep.arguments import DEVICE_TYPE, FLAG, NONE, WHOLE, Kind, a, check
 from halfstep.cast.regions.dtype_errors import explained
-from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe
+from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.rules.dispatch import RuleMode
 from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly
 from halfstep.cast.state import STATE
@@ -160,7 +160,7 @@ SUSPENDED = object()
 """What `STATE.bound` is inside `suspended`: bound models then open no region."""
 
 
-class suspended:
+class suspended(opened):
     """Switch all casts off in this thread: a context manager.
 
     As ``torch.autocast(enabled=False)`` does, and prepared models whose parameters are fp32 open no region either, so
@@ -173,22 +173,19 @@ class suspended:
         torch.float32
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(_nothing(default_device_types()))
 
     def __enter__(self) -> suspended:
-        frame = None
         try:
-            frame = open_recipe(_nothing(default_device_types()), self)
+            super().__enter__()
             STATE.bound = SUSPENDED
             return self
         except BaseException:
-            abandon(frame)
+            abandon(self.frame)
             raise
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        close_recipe(self, failing=exc_type is not None)
 
 
 @functools.lru_cache(maxsize=8)
@@ -198,7 +195,7 @@ def _nothing(device_types: tuple[str, ...]) -> Recipe:
     return dataclasses.replace(recipe_for(off, device_types, enabled=False), mode=RuleMode((), {}))
 
 
-for _function in (autocast.__enter__, autocast.__exit__, suspended.__enter__, suspended.__exit__):
+for _function in (autocast.__enter__, autocast.__exit__, suspended.__enter__):
     run_eagerly(_function)
 
 

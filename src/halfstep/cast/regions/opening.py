@@ -187,7 +187,7 @@ def _restore(frame: _Frame, state: dict[str, Any]) -> bool:
 
 
 class opened:
-    """Open `recipe` for a block of our own code: a context manager; each object opens one region."""
+    """Open `recipe` for a block: a context manager."""
 
     __slots__ = ("__weakref__", "frame", "recipe")
 
@@ -195,9 +195,10 @@ class opened:
         self.recipe = recipe
         self.frame: _Frame | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> opened:
         try:
             self.frame = open_recipe(self.recipe, self)
+            return self
         except BaseException:
             abandon(self.frame)
             raise

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -82,18 +82,19 @@ def compiled() -> Path:
     key = hashlib.sha256("\0".join((*_texts(), *flags, version, _machine())).encode())
     path = cache_folder() / f"native-{key.hexdigest()[:24]}.so"
     if not path.exists():
-        _compile(compiler, flags, path)
+        compile_to(path, [compiler, *flags, str(SOURCE)])
     return path
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+def compile_to(path: Path, command: Sequence[str], what: str = "the kernels") -> None:
+    """Make a library at `path` by the command of a compiler; errors name `what` it is of."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        done = _run([compiler, *flags, "-o", temporary, str(SOURCE)])
+        done = _run([*command, "-o", temporary])
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
-            raise Unavailable(f"{compiler} could not compile the kernels: {lines[0].strip()}")
+            raise Unavailable(f"{command[0]} could not compile {what}: {lines[0].strip()}")
         os.replace(temporary, path)  # whole or not there, however many processes compile
     finally:
         Path(temporary).unlink(missing_ok=True)
@@ -118,7 +119,7 @@ def ship(folder: Path) -> list[Path]:
         raise Unavailable(f"there are no portable kernels for {platform.machine()}")
     compiler = _compiler()
     for name, flags in libraries.values():
-        _compile(compiler, flags, folder / name)
+        compile_to(folder / name, [compiler, *flags, str(SOURCE)])
         (folder / name).chmod(0o755)
     return [folder / name for name, _ in libraries.values()]
 
@@ -144,7 +145,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def cache_folder() -> Path:
-    """Return a folder for compiled kernels that only this user can write to."""
+    """Return a folder for compiled libraries that only this user can write to."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(home) / "halfstep"
