@@ -9,7 +9,7 @@ values. Forward and backward passes of prepared models, and functions that torch
 
 Note [by hand]: torch calls ``__torch_function__`` of a class for each function and attribute of its tensors, which
 takes microseconds. So `by_hand` switches it: it is off in forward passes of models with low weights and in calls of a
-training step, and on between them, where a user's code is all that runs. Files of halfstep see what is stored.
+training step, and on between them, where a user's code is all that runs. Files in `OURS` see what is stored.
 
 What writes into the memory of a low parameter by another way (an operator of `torch.ops`, a kernel) changes low values;
 its owner compares version counters to notice it.
@@ -48,7 +48,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 TORCH_OPS = (OpOverload, OpOverloadPacket)
 NOTES = "_halfstep_notes"
-HALFSTEP = str(Path(__file__).parent.parent)
+OURS = (str(Path(__file__).parent.parent), str(Path(nn.utils.__file__).parent))
+"""Where functions get what is stored: halfstep, and torch's parametrizations, whose parts have one format."""
 GETTER = type(Tensor.grad.__get__)  # of an attribute
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -181,7 +182,7 @@ class WatchedParameter(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ours = type(func) is GETTER or is_dynamo_compiling() or _getframe(1).f_code.co_filename.startswith(HALFSTEP)
+        ours = type(func) is GETTER or is_dynamo_compiling() or _getframe(1).f_code.co_filename.startswith(OURS)
         with DisableTorchFunctionSubclass():
             if ours:
                 return func(*args, **kwargs)
