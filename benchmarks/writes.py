@@ -54,6 +54,7 @@ WRITES: Mapping[str, Callable[[Any], Any]] = {
     "`p.set_(x)`, `p.data = x`": _set,
     "`torch.add(p, x, out=p)`": lambda p: torch.add(p, SIZE, out=p),
     "`torch._foreach_add_([p], x)`": lambda p: torch._foreach_add_([p], SIZE),
+    "kernels: `torch.ops.aten.add_(p, x)`": lambda p: torch.ops.aten.add_(p, SIZE),
     "a view: `p.view(-1).add_(x)`, `p[0].add_(x)`": lambda p: p.view(-1).add_(SIZE),
 }
 """One movement of a weight."""
@@ -63,6 +64,11 @@ Average = tuple[Callable[[nn.Module], Any], Callable[[Any, nn.Module], None], Ca
 
 def _listed(model: nn.Module) -> list[Tensor]:
     return [p.clone().detach() for p in model.parameters()]
+
+
+def _made_before(model: nn.Module) -> list[Tensor]:
+    """Return an average as it is made of an fp32 model, before that is prepared."""
+    return [p.clone().detach().as_subclass(Tensor).clone() for p in model.parameters()]
 
 
 def _follow(means: Iterable[Any], model: nn.Module) -> None:
@@ -77,6 +83,11 @@ AVERAGES: Mapping[str, Average] = {
         lambda mean: mean.module.parameters(),
     ),
     "an average in a list: `[p.clone().detach() for p in ...]`": (_listed, _follow, lambda mean: mean),
+    "an average made before `hs.prepare`: `mean.lerp_(p, 0.01)`, `torch._foreach_lerp_`": (
+        _made_before,
+        lambda mean, model: torch._foreach_lerp_(mean, [*model.parameters()], 1 - DECAY),
+        lambda mean: mean,
+    ),
     "an average in `copy.deepcopy(model)`": (
         copy.deepcopy,
         lambda mean, model: _follow(mean.parameters(), model),
@@ -176,7 +187,7 @@ def outcome(way: str, kind: str, master: str) -> str:
     """Return what the page says."""
     if way in AVERAGES:
         return EXACT
-    lossy = master in {"stochastic", "none"} or any(word in way for word in ("out=", "_foreach_"))
+    lossy = master in {"stochastic", "none"} or "torch.ops" in way
     return TOLD if lossy else EXACT
 
 

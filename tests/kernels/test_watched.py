@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from halfstep.kernels.watched import (
     Owner,
     WatchedParameter,
     WeightTensor,
+    as_stored,
     low_written,
     unwatch,
     unwatch_copies,
@@ -135,7 +137,7 @@ def test_writes_into_low_values_by_another_way_are_counted_and_looks_are_not() -
     parameter.data.as_subclass(Tensor).zero_()
     assert low_written(parameter) and not low_written(parameter) and parameter._version == version
     with torch.no_grad():
-        torch._foreach_add_([parameter], 1)
+        torch.ops.aten.add_(parameter, 1)
     assert parameter._version == version + 1 and owner.heard == []
 
 
@@ -194,6 +196,70 @@ def test_functions_of_aliases_alone_read_fp32_and_layers_low_values() -> None:
     with torch.no_grad():
         assert torch.equal(parameter.roll(1), wide.roll(1)) and parameter.tolist() == wide.tolist()
         assert torch.equal(parameter[[2, 0]], wide[[2, 0]]) and parameter.amax().dtype is FP32
+
+
+def test_functions_of_torch_read_and_write_the_fp32_value_of_a_parameter() -> None:
+    parameter, owner = made(4, 4)
+    other, _ = made(4, 4)
+    wide, mean = owner.wide, torch.zeros(4, 4)
+    with torch.no_grad():
+        for function in (torch.linalg.norm, torch.norm, torch.sum, torch.roll, torch.linalg.matrix_norm):
+            given = (1,) if function is torch.roll else ()
+            assert torch.equal(function(parameter, *given), function(wide, *given))
+        assert torch.equal(torch.cat([parameter, other]), torch.cat([wide, wide]))
+        assert torch.equal(parameter @ other, wide @ wide) and torch.equal(torch.mm(parameter, other), wide @ wide)
+        for write in (mean.copy_, partial(mean.lerp_, weight=1.0), lambda p: mean.zero_().add_(p)):
+            write(parameter)
+            assert torch.equal(mean, wide)
+        torch._foreach_lerp_([mean.zero_()], [parameter], 1.0)
+        assert torch.equal(mean, wide) and torch.equal(torch.add(mean, parameter), 2 * wide)
+        exact = wide + 2.0**-12
+        torch.add(parameter, 2.0**-12, out=parameter)
+        assert torch.equal(owner.wide, exact) and not low_written(parameter)
+        torch._foreach_mul_([parameter, other], 2.0)
+        nn.init.constant_(other, 1.0)
+        assert torch.equal(owner.wide, 2 * exact) and torch.equal(Tensor.detach(parameter), (2 * exact).bfloat16())
+
+
+def test_layers_makers_kernels_and_hooks_get_the_low_tensor_itself() -> None:
+    parameter, owner = made(4, 4)
+    x = torch.ones(2, 4, dtype=BF16)
+    with torch.no_grad():
+        assert nn.functional.linear(x, parameter).dtype is (x @ parameter).dtype is BF16
+        assert nn.functional.embedding(torch.tensor([1]), parameter).dtype is BF16
+        assert torch.zeros_like(parameter).dtype is torch.empty_like(parameter).dtype is BF16
+        assert torch.ops.aten.mul(parameter, 1).dtype is BF16
+        assert parameter.data_ptr() == parameter.untyped_storage().data_ptr() and torch.is_floating_point(parameter)
+        owner.computing = True
+        assert torch.sum(parameter).dtype is BF16
+        owner.computing = False
+    heard: list[Tensor] = []
+    with torch.no_grad():
+        handle = parameter.register_hook(heard.append)
+    loss = nn.functional.linear(x, parameter).float().sum()
+    (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True)
+    loss.backward()
+    handle.remove()
+    assert torch.equal(gradient, parameter.grad) and len(heard) == 2 and owner.heard == []
+    assert torch.sum(parameter).dtype is BF16  # with gradients: what modules compute
+
+
+def test_it_sees_low_tensors_as_they_are_where_that_is_asked_for_also_after_an_error() -> None:
+    parameter, _ = made()
+
+    @as_stored
+    def formats(error: str = "") -> list[torch.dtype]:
+        with torch.no_grad():
+            found = torch.sum(parameter).dtype
+        if error:
+            raise ValueError(error)
+        return [found]
+
+    assert formats() == [BF16]
+    with pytest.raises(ValueError, match="then"):
+        formats("then")
+    with torch.no_grad():
+        assert torch.sum(parameter).dtype is FP32
 
 
 def test_replaced_data_is_what_the_owner_says() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -187,7 +188,7 @@ def test_writes_through_data_are_exact_where_rounding_would_swallow_them(master:
 def test_a_write_by_another_way_is_told_when_the_weights_are_next_asked_for(look: str) -> None:
     model, optimizer = image_net("split")
     with torch.no_grad():
-        torch._foreach_zero_([model[0].weight])
+        torch.ops.aten.zero_(model[0].weight)
     with pytest.warns(UserWarning, match=r"0.weight was written by no method.*hs\.edit_weights") as told:
         if look == "state_dict":
             assert not model.state_dict()["0.weight"].any()
@@ -303,7 +304,7 @@ def test_what_a_wrapper_sends_is_no_change_by_hand_and_a_later_write_is() -> Non
         wrapped(torch.ones(2, 4)).sum().backward()
         model.state_dict()
         with torch.no_grad():
-            torch._foreach_zero_([model.weight])
+            torch.ops.aten.zero_(model.weight)
         wrapped(torch.ones(2, 4))
         with pytest.warns(UserWarning, match="weight was changed by hand, and master='none'"):
             model.state_dict()
@@ -332,3 +333,41 @@ def test_a_weight_that_a_forward_reads_by_hand_costs_no_walk_over_the_arguments(
         expected = net(torch.ones(2, 8))
         monkeypatch.setattr(watched, "tensors_in", walked)
         assert torch.equal(net(torch.ones(2, 8)), expected)
+
+
+class Summed(nn.Module):
+    """Notes what a function of its weight gives in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
+        self.seen.append(torch.matmul(self.weight, self.weight).dtype)
+        if fails:
+            raise ValueError("as a loop does")
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_functions_of_torch_read_fp32_values_after_any_pass_and_low_ones_in_it(own_loop: bool) -> None:
+    model = Summed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = hs.TrainStep(model, optimizer, lambda m, x, fails: m(x, fails=fails).float().sum(), policy=policy("master"))
+    x = torch.ones(2, 8)
+
+    def norm_is_exact() -> bool:
+        with torch.no_grad():
+            return torch.equal(torch.linalg.norm(model.weight), torch.linalg.norm(model.state_dict()["weight"]))
+
+    assert norm_is_exact()
+    for fails in (False, True, False):
+        with pytest.raises(ValueError, match="as a loop does") if fails else nullcontext():
+            model(x, fails=fails).float().sum().backward() if own_loop else step(x, fails)
+        assert norm_is_exact()
+        optimizer.step()
+        assert norm_is_exact()
+    with torch.no_grad():
+        model(x)
+    assert norm_is_exact() and set(model.seen) == {BF16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,18 @@ def policy(master: Any, dtype: Any = "bf16") -> hs.Policy:
 class OwnList(torch.optim.Optimizer):
     """Moves the parameters that it was made with, and not those in its groups."""
 
-    def __init__(self, parameters: Any, lr: float, *, foreach: bool = False) -> None:
-        self.own, self.foreach = list(parameters), foreach
+    def __init__(self, parameters: Any, lr: float, *, form: str = "method") -> None:
+        self.own, self.form = list(parameters), form
         super().__init__(self.own, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if self.foreach:
-            torch._foreach_add_(self.own, [p.grad.sign() for p in self.own], alpha=-self.defaults["lr"])
-            return
-        for p in self.own:
-            p.add_(p.grad.sign(), alpha=-self.defaults["lr"])
+        rate = self.defaults["lr"]
+        if self.form == "foreach":
+            torch._foreach_add_(self.own, [p.grad.sign() for p in self.own], alpha=-rate)
+        for p in self.own if self.form != "foreach" else ():
+            add = p.add_ if self.form == "method" else partial(torch.ops.aten.add_, p)
+            add(p.grad.sign(), alpha=-rate)
 
 
 def moved(optimizer: Any, model: nn.Module, steps: int = 50) -> float:
@@ -47,19 +49,20 @@ def moved(optimizer: Any, model: nn.Module, steps: int = 50) -> float:
     return float((before - model.state_dict()["weight"]).mean())
 
 
+@pytest.mark.parametrize("form", ["method", "foreach"])
 @pytest.mark.parametrize("master", ["master", "split", "kahan"])
-def test_an_optimizer_with_a_list_of_its_own_trains_fp32_values(master: str) -> None:
+def test_an_optimizer_with_a_list_of_its_own_trains_fp32_values(master: str, form: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
-    optimizer = OwnList(model.parameters(), 1e-5)
+    optimizer = OwnList(model.parameters(), 1e-5, form=form)
     hs.prepare(model, optimizer, policy=policy(master))
     assert moved(optimizer, model) == pytest.approx(5e-4, rel=0.05)
 
 
-def test_what_it_writes_by_torch_foreach_is_taken_over_and_told() -> None:
+def test_what_its_kernels_write_is_taken_over_and_told() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
-    optimizer = OwnList(model.parameters(), 1e-2, foreach=True)
+    optimizer = OwnList(model.parameters(), 1e-2, form="kernel")
     hs.prepare(model, optimizer, policy=policy("master"))
     with pytest.warns(UserWarning, match="the low weight (weight|bias) was written by no method of its own"):
         assert moved(optimizer, model, 10) == pytest.approx(0.1, rel=0.05)

@@ -60,7 +60,7 @@ from halfstep.cast.rules.recipe import LAYERS, Recipe, call_traced, recipe_for, 
 from halfstep.cast.state import STATE
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
-from halfstep.kernels.watched import owner_of, unwatch
+from halfstep.kernels.watched import by_hand, owner_of, unwatch
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import device_types_of, reduces_itself, resolved
 from halfstep.policy.rule_kinds import MODULE_RULES, RULE_KINDS, for_every_kind
@@ -68,6 +68,7 @@ from halfstep.policy.scale_rule import ScaleRule
 from halfstep.torch_private.compiler import DYNAMO, is_fx_symbolic_tracing, mark_constant
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import (
+    DisableTorchFunctionSubclass,
     get_tracing_state,
     is_in_torch_dispatch_mode,
     len_torch_function_stack,
@@ -328,7 +329,8 @@ def _has_left(binding: Binding, module: nn.Module) -> bool:
         return False
     if binding.held is None:
         binding.held = [part._parameters for part in module.modules() if part._parameters]
-    return not all(p is None or p.is_cpu for own in binding.held for p in own.values())
+    with DisableTorchFunctionSubclass():
+        return not all(p is None or p.is_cpu for own in binding.held for p in own.values())
 
 
 def _enter(
@@ -369,7 +371,10 @@ def _enter(
         if is_fx_symbolic_tracing():
             _refuse_fx(binding.recipe, module, (args, kwargs))
         region, failing, copies = opened(binding.recipe), True, state.copies
+        low = binding.policy.params == "low"
         try:
+            if low:
+                by_hand(False)
             region.frame = open_recipe(binding.recipe, region)
             state.bound = binding.recipe
             if binding.root and binding.policy.params == "fp32" and copies is None:
@@ -386,6 +391,8 @@ def _enter(
                 close_recipe(region, failing=failing)
             finally:
                 abandon(region.frame)
+                if low and not state.frames:
+                    by_hand(True)
     if output is None:
         return result
     return _widened(module, result) if method else _cast_floats(result, output)

@@ -7,8 +7,12 @@ values: outside of regions, where no policy says in which format they compute. A
 `copy.deepcopy`, ``detach().to(device)``) has its fp32 value, and averages that are computed with such a copy read fp32
 values. Forward and backward passes of prepared models, and functions that torch.compile traces, see low tensors.
 
-What writes into the memory of a low parameter by another way (`out=`, ``torch._foreach_...`` on parameters, a view, a
-kernel) changes low values; its owner compares version counters to notice it.
+Note [by hand]: torch calls ``__torch_function__`` of a class for each function and attribute of its tensors, which
+takes microseconds. So `by_hand` switches it: it is off in forward passes of models with low weights and in calls of a
+training step, and on between them, where a user's code is all that runs. Files in `OURS` see what is stored.
+
+What writes into the memory of a low parameter by another way (an operator of `torch.ops`, a kernel) changes low values;
+its owner compares version counters to notice it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from sys import _getframe
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +40,17 @@ from halfstep.torch_private.modes import (
     disabled_torch_function_impl,
     is_in_torch_dispatch_mode,
 )
+from halfstep.torch_private.operators import OpOverload, OpOverloadPacket
 from halfstep.trees import map_tensors
 from halfstep.trees import tensors as tensors_in
 
+P = ParamSpec("P")
+R = TypeVar("R")
+TORCH_OPS = (OpOverload, OpOverloadPacket)
 NOTES = "_halfstep_notes"
+OURS = (str(Path(__file__).parent.parent), str(Path(nn.utils.__file__).parent))
+"""Where functions get what is stored: halfstep, and torch's parametrizations, whose parts have one format."""
+GETTER = type(Tensor.grad.__get__)  # of an attribute
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -74,6 +87,8 @@ METHODS = READS | frozenset(
 )
 """Methods of a parameter that read its fp32 value. Of an alias all functions do, unless they compute with other low
 tensors, as a layer does, or make tensors like it."""
+PRODUCTS = frozenset("__matmul__ bmm dot inner matmul mm mv outer vdot".split())
+"""Functions of several low parameters that are by hand: with other tensors they are a layer's."""
 VIEWS = frozenset(
     "__getitem__ as_strided chunk detach diagonal expand expand_as flatten hsplit movedim narrow permute ravel reshape "
     "reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten "
@@ -162,7 +177,22 @@ class _Notes:
 class WatchedParameter(Tensor):
     """A low parameter, or the copy of such a parameter in fp32; it is a Parameter for torch, see `_is_param`."""
 
-    __torch_function__ = disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        ours = type(func) is GETTER or is_dynamo_compiling() or _getframe(1).f_code.co_filename.startswith(OURS)
+        with DisableTorchFunctionSubclass():
+            if ours:
+                return func(*args, **kwargs)
+            if _is_by_hand(func, types, args, kwargs):
+                return _call(func, args, kwargs)
+        try:
+            by_hand(False)  # and other classes of tensors have their say
+            return func(*args, **kwargs)
+        finally:
+            by_hand(True)
 
     @property
     def data(self) -> Tensor:
@@ -429,6 +459,57 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if not isinstance(found, Tensor):
         return found  # the name of its type
     return _derived(found, converted=_source(first) if name in CASTS and _names_format(args, kwargs) else None)
+
+
+BY_HAND = WatchedParameter.__dict__["__torch_function__"]
+
+
+def by_hand(on: bool) -> None:
+    """Let functions of torch read and write fp32 values of low parameters, or the low tensors that are stored.
+
+    For all threads: while one is in a forward pass, others see what is stored. See note [by hand].
+    """
+    WatchedParameter.__torch_function__ = BY_HAND if on else disabled_torch_function_impl  # type: ignore[method-assign]
+
+
+def as_stored(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` such that functions of torch in it read and write low parameters as they are stored."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = WatchedParameter.__dict__["__torch_function__"]
+        try:
+            by_hand(False)
+            return function(*args, **kwargs)
+        finally:
+            WatchedParameter.__torch_function__ = before  # type: ignore[method-assign]
+
+    return run
+
+
+def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether `func` of low parameters reads or writes their fp32 values.
+
+    Not a method that `WatchedParameter` leaves as it is, what `torch.ops` has, nor what a layer computes: the function
+    of a low parameter and of other tensors that is no arithmetic.
+    """
+    if isinstance(func, TORCH_OPS) or not OWN.issuperset(types):
+        return False
+    tensors = tensors_in((args, kwargs))
+    sources = [source for value in tensors if (source := _source(value)) is not None]
+    if not sources or any(_owner(source).computes() for source in sources):  # type: ignore[union-attr]
+        return False
+    if _written(func, args, kwargs) is not None:
+        return True
+    if torch.is_grad_enabled():
+        return False
+    name = func.__name__.removeprefix("_foreach_")
+    if args and type(args[0]) is WatchedParameter and getattr(Tensor, name, None) is func:
+        return name in PRODUCTS and len(sources) == len(tensors)
+    return name in READS or len(sources) == len(tensors)
+
+
+OWN = frozenset({Tensor, nn.Parameter, WatchedParameter, WeightTensor})
 
 
 def _alias(made: Tensor, of: Any) -> Tensor:

@@ -33,6 +33,7 @@ from halfstep.cast.rules.recipe import Recipe, run_eagerly
 from halfstep.cast.state import STATE
 from halfstep.events import StepResult
 from halfstep.formats import LOW_DTYPES
+from halfstep.kernels.watched import by_hand
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import Given
@@ -161,9 +162,11 @@ class TrainStep(Stateful):
         self, run: Callable[[], StepResult], finish: Callable[[], StepResult] | None, batch: Batch | None
     ) -> StepResult:
         """Make the call of which `run` makes the result; `finish` and `batch` are those of `Part.again`, `end_call`."""
-        moments = self._moments
+        moments, low = self._moments, self._binding.policy.params == "low"
         copies = STATE.copies if STATE.copies is not self.copies else None  # its own are there if a call was cut off
         try:
+            if low:
+                by_hand(False)
             STATE.copies = self.copies  # in the backward pass too, which may compute forward again
             moments.phase = Phase.MICRO_BATCH
             for begin in moments.begin_call:
@@ -177,6 +180,8 @@ class TrainStep(Stateful):
             raise
         finally:
             STATE.copies = copies
+            if low:
+                by_hand(True)
         if result.due and self.record.awaited:
             self._verdicts.examine_at_once(result)
         for end in moments.end_call:

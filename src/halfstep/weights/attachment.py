@@ -32,6 +32,7 @@ from halfstep.events import WEIGHTS_ATTRIBUTE
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.native.calls import peek
 from halfstep.kernels.sharded import local
+from halfstep.kernels.watched import as_stored
 from halfstep.torch_private.foreach import foreach_copy_
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class Attachment:
         self.drop_gradients()
         self.restore(optimizer)
 
+    @as_stored
     def widen_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Copy low gradients into fp32 buffers and return all gradients that `optimizer` will read, but for None.
 
@@ -216,6 +218,7 @@ class Attachment:
 
         return evaluate
 
+    @as_stored
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not skipped(optimizer):  # first: until then the update exists in the masters alone
             self.store.take_over(list((self.own or {}).values()))  # what it wrote into low weights

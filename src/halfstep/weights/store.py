@@ -2,11 +2,11 @@
 
 `strategies` define how `WeightStore` keeps fp32 values between steps; `attachment` lets an optimizer step them.
 
-Note [changes by hand]: a low parameter is a `kernels.watched.WatchedParameter`, so methods of it and of its ``.data``
+Note [changes by hand]: a low parameter is a `kernels.watched.WatchedParameter`, so functions of it and of its ``.data``
 change its fp32 value (`writing`). What writes into low weights by another way is counted in their `_version`, or in
 that of ``.data``; every read of a master first takes such values over, with one warning, because the part of a change
 that the low format cannot represent is lost. Writes by torch.distributed and by kernels are not counted: the next
-change by a method takes them over. All changes can be made inside `hs.edit_weights`.
+change by a function takes them over. All changes can be made inside `hs.edit_weights`.
 
 Note [frozen parameters]: nothing is kept behind a parameter that is frozen when the model is prepared and that no
 optimizer has: its low values are its values, rounded once. Its fp32 value begins as these, when an optimizer
@@ -406,8 +406,8 @@ class WeightStore(Owner):
     def _warn_unseen(self, parameter: nn.Parameter) -> None:
         self.warn_once(
             "unseen",
-            f"the low weight {self.names[id(parameter)]} was written by no method of its own (but by out=, "
-            f"torch._foreach_..., a view of it, low .data or a kernel): what {self._kind} cannot hold of that is lost; "
+            f"the low weight {self.names[id(parameter)]} was written by no method of its own (but by a "
+            f"kernel, torch.ops, low .data or, if it is sharded, out=): what {self._kind} cannot hold of that is lost; "
             "call a method of the weight (add_, mul_, lerp_, copy_), write inside `with hs.edit_weights(model):`, "
             "where weights are fp32, or give its module the rule 'fp32'",
         )
