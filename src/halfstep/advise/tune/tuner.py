@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -22,7 +23,7 @@ from halfstep.tasks.task import Task
 
 FORMATS = ("bf16", "fp16")
 
-ALL = 35.0  # short trainings of a whole search, roughly
+ALL = 25.0  # short trainings of a whole search, roughly
 LARGE = 0.15  # share of the bytes kept for the backward pass that is worth a line of code
 OFTEN = 3  # modules of one class beside one another that count as blocks
 
@@ -98,6 +99,7 @@ def tune(
         )  # fmt: skip
         steps = lab.steps()
         search = Search(lab, weights, steps, bound=max_loss_rise, dtypes=formats, seeds=seeds, compile=compile)
+        search.on_choice = lambda: lab.say(found=_result(search, target))
         try:
             reference = lab.reference(steps, max_loss_rise)
             if reference is None:
@@ -121,10 +123,11 @@ def tune(
 def _result(search: Search, target: str) -> Tuning:
     lab = search.lab
     proof = next((proof for label, proof in search.proofs if label == search.best), None)
-    chosen = search.set(search.best, verdict="chosen", reason=search.reason(proof))
+    chosen = replace(search[search.best], verdict="chosen", reason=search.reason(proof))
+    tried = tuple(chosen if one.label == search.best else one for one in search.measured())
     where_from = "max_loss_rise" if search.given is not None else "fp32's spread from seed to seed"
     return Tuning(
-        task=lab.task.name, chosen=chosen, tried=search.measured(), target=target, bound=search.bound,
+        task=lab.task.name, chosen=chosen, tried=tried, target=target, bound=search.bound,
         bound_from=where_from, proof=proof, proofs=tuple(search.proofs), control=search.control, steps=search.steps,
         seed=lab.seed, device=lab.device, machine=machine(), advice=tuple(_advice(search)), notes=tuple(search.notes),
         finished=search.finished, interrupted=search.interrupted, seconds=lab.spent,
