@@ -58,7 +58,7 @@ def test_runs_that_end_alike_are_equivalent_and_the_sentence_has_the_numbers() -
     found = given(fp32, [x + 0.01 * (-1) ** i for i, x in enumerate(fp32)])
     assert (found.verdict, found.holds, found.seeds_more) == ("equivalent", True, 0)
     assert found.margin == MARGIN and found.margin_from == "the task's own margin"
-    assert found.reason.startswith("loss minus fp32's: +0.00333, 98 % interval [-0.0") and "margin 0.5" in found.reason
+    assert found.reason.startswith("loss minus fp32's: +0.00333, 99 % interval [-0.0") and "margin 0.5" in found.reason
     assert len(found.values) == FIRST
     asked = given(
         fp32, [x + 0.01 * (-1) ** i for i, x in enumerate(fp32)], seeds=5
@@ -83,7 +83,7 @@ def test_the_spread_of_the_first_pairs_decides_how_many_seeds_there_are() -> Non
     found = from_five.difference
     assert found is not None and found.verdict == "within the margin" and from_five.verdict == "undecided"
     needed = seeds_needed(torch.tensor(noise).std().item(), MARGIN, level=LEVEL - EARLY)
-    assert from_five.seeds_more == needed - 5 > 0 and "92 % interval" in from_five.reason
+    assert from_five.seeds_more == needed - 5 > 0 and "91 % interval" in from_five.reason
     assert f"a verdict needs {from_five.seeds_more} more seeds" in from_five.reason
     enough = given(fp32, own)
     assert enough.verdict == "equivalent" and len(enough.values) == 5 + from_five.seeds_more
@@ -185,7 +185,7 @@ def test_fp32_that_is_not_finite_is_no_reference() -> None:
         (3, 0, 5, "before the policy was trained"),
         (5, 0, 5, "before the policy was trained"),
         (5, 1, 4, "after one pair"),
-        (5, 3, 2, "92 % interval"),
+        (5, 3, 2, "91 % interval"),
     ],
 )
 def test_time_that_was_too_short_is_said_with_what_is_missing(fp32: int, own: int, more: int, words: str) -> None:

@@ -53,8 +53,8 @@ T = TypeVar("T")
 
 TWIN = Candidate(label="fp32 again", dtype="fp32")
 
-LOOKS = 24  # timed rounds that show what a candidate costs
-LOOK = 6  # timed rounds before a candidate may leave, and between two looks
+LOOKS = 25  # timed rounds that show what a candidate costs
+LOOK = 5  # timed rounds before a candidate may leave, and between two looks
 KNOWN = "its time is known"  # why one leaves that another one has beaten
 
 
@@ -163,8 +163,8 @@ def race(
     """Race `candidates` over `rounds` timed rounds, beside fp32 and its twin unless `alone`.
 
     A candidate leaves when its step time is, for certain, more than `limit` times that of the candidate called `base`,
-    and under `pick` when it is more than that of the fastest of the others; no round begins after `deadline`, a value
-    of `clock`; `on_round` is given the number of rounds.
+    and under `pick` when the fastest beats it by more than fp32 differs from its twin; once that one is alone, `LOOKS`
+    rounds are enough. No round begins after `deadline`, a value of `clock`; `on_round` is given the number of rounds.
     """
     model = started(task, seed, device)
     running = _Race(task, {}, device=device, seed=seed, clock=clock)
@@ -186,18 +186,25 @@ def race(
         if done > WARM_UP and (done - WARM_UP) % LOOK == 0:
             there = sorted(others - running.dropped.keys())
             first = min(there, key=running.typical, default=base)
+            control = running.ratio(TWIN.label, FP32)
             for label in there:
-                if pick and label != first and _above(running.ratio(label, first), 1.0):
+                if (
+                    pick
+                    and control
+                    and label != first
+                    and _above(running.ratio(label, first), 1.0 + control.resolution)
+                ):
                     running.dropped[label] = KNOWN
                 if base not in running.dropped and _above(running.ratio(label, base), limit):
                     running.dropped[label] = ""
         running.leave()
         on_round(done)
-        over = alone and not running.loops.keys() - {base}
+        over = bool(others) and len(others - running.dropped.keys()) <= pick and (alone or done >= WARM_UP + LOOKS)
     laps = {label: _lap(running, label, base) for label in labels if label != TWIN.label}
     alike = alone or repr(running.floats(FP32)) == repr(running.floats(TWIN.label))
-    control = None if alone else running.ratio(TWIN.label, FP32)
-    return RaceResult(laps=laps, control=control, repeatable=alike, finished=over or done == steps)
+    return RaceResult(
+        laps=laps, control=running.ratio(TWIN.label, FP32), repeatable=alike, finished=over or done == steps
+    )
 
 
 def _above(ratio: Ratio | None, limit: float) -> bool:
@@ -250,7 +257,7 @@ class Lab:
         self.before = 0.0  # seconds that measuring took before this process
         if path is not None and path.exists():
             self._read(path)
-        self._trained: Loop | None = None  # fp32 after the first training of the reference
+        self._trained: list[Loop] = []  # fp32 after the first training of the reference
         self._wide: list[Tensor] | None = None  # its gradients in fp32
 
     @property
@@ -270,8 +277,12 @@ class Lab:
 
     def pace(self) -> float:
         """Return the seconds of a step in fp32."""
-        found = self._remember("pace", lambda: self._race((), "a step of fp32", rounds=5).laps[FP32].milliseconds)
-        return float(found) / 1e3
+
+        def measure() -> float:
+            found = race(self.task, (), device=self.device, seed=self.seed, rounds=5, clock=self.clock)
+            return found.laps[FP32].milliseconds / 1e3
+
+        return float(self._remember("pace", measure))
 
     def steps(self) -> int:
         """Return the steps of a short training: the excerpt's, or fewer if time is short; never fewer than before."""
@@ -286,14 +297,10 @@ class Lab:
         self.say(phase="fp32, the reference")
         options = self._trainings(steps, bound, "fp32, the reference")
         with failing(FP32):
-            runs = trainings(self.task, BASELINE, SEEDS, on_loop=self._keep_loop, **options)
+            runs = trainings(self.task, BASELINE, SEEDS, on_loop=self._trained.append, **options)
         if len(runs) < SEEDS:
             return None
         return Reference(start=tuple(run.first_loss for run in runs), end=tuple(run.last_loss for run in runs))
-
-    def _keep_loop(self, seed: int, loop: Loop) -> None:
-        if seed == self.seed:
-            self._trained = loop
 
     def training(self, candidate: Candidate, steps: int, bound: float | None, *, reserve: float) -> Run | None:
         """Return a candidate's first training of a proof; None if no more than `reserve` seconds are left."""
@@ -311,16 +318,13 @@ class Lab:
             return revived(RaceResult, self.entries[key])
         if (len(candidates) + 2) * (WARM_UP + rounds) * self.pace() > self.left - reserve:
             return None
-        found = self._race(candidates, phase, deadline=self.deadline, **options)
+        found = race(
+            self.task, candidates, device=self.device, deadline=self.deadline, clock=self.clock,
+            on_round=lambda done: self.say(phase=phase), **options,
+        )  # fmt: skip
         if found.finished:
             self._keep(key, found)
         return found
-
-    def _race(self, candidates: Sequence[Candidate], phase: str, **options: Any) -> RaceResult:
-        return race(
-            self.task, candidates, device=self.device, clock=self.clock, on_round=lambda done: self.say(phase=phase),
-            **{"seed": self.seed, **options},
-        )  # fmt: skip
 
     def bytes(self, candidate: Candidate) -> tuple[int, int]:
         """Return (bytes between steps, bytes saved for backward) of a candidate; (0, 0) if it cannot make a step."""
@@ -354,11 +358,6 @@ class Lab:
         self.say(phase=f"audit of {candidate.label}")
         return revived(Calibration, self._remember(key, audit))
 
-    def known_calibration(self, candidate: Candidate, steps: int) -> Calibration:
-        """Return the audit of a candidate if it was made, else an empty one."""
-        found = self.entries.get(f"audit {_key(candidate)} {steps}")
-        return Calibration() if found is None else revived(Calibration, found)
-
     def probe(self, policy: hs.Policy, steps: int, *, reserve: float) -> float:
         """Return the error of the gradients on the weights of the audits; nan if no more than `reserve` s are left."""
 
@@ -378,13 +377,12 @@ class Lab:
         return float(self._remember(key, measure))
 
     def _loop(self, steps: int) -> TorchLoop:
-        if self._trained is None:  # the reference is from an earlier search
-            self._trained = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
-            training = Training(self.task, {FP32: self._trained}, device=self.device, seed=self.seed)
-            for step in range(steps):
-                training.step(FP32, step)
-        assert isinstance(self._trained, TorchLoop)
-        return self._trained
+        if not self._trained:  # the reference is from an earlier search
+            again = {**self._trainings(steps, 0.0, ""), "runs": (), "on_run": lambda run: None, "seconds": math.inf}
+            trainings(self.task, BASELINE, 1, on_loop=self._trained.append, **again)
+        (loop,) = self._trained
+        assert isinstance(loop, TorchLoop)
+        return loop
 
     def prove(self, candidate: Candidate, steps: int, *, bound: float | None, seeds: int) -> Proof:
         """Test whether a candidate trains as fp32 does; the trainings are kept one by one."""

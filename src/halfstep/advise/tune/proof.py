@@ -4,7 +4,7 @@ The order of the trainings keeps the test valid: fp32 is trained first, and fixe
 result. Two one-sided tests (`tasks.measure.difference`) are made twice at most, and both looks share the 5 % of a test:
 spending of alpha (Lan and DeMets 1983), summed by Bonferroni, so that it holds however the looks depend on one another.
 The first, after `FIRST` pairs, spends `EARLY`: it ends the proof where pairs lie much closer together than the margin
-is wide. Else the spread of `ENOUGH_SEEDS` pairs alone, not their mean, tells how many there will be, and the second look,
+is wide. Else the spread of `ENOUGH_SEEDS` pairs alone, not their mean, tells how many there will be; the second look,
 at all of them, spends the rest. "worse" may be found with fewer, since ending there lets no policy pass.
 """
 
@@ -27,7 +27,7 @@ from halfstep.tasks.measure import ENOUGH_SEEDS, WITHIN, Difference, difference,
 
 POWER = 0.8  # chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32
 LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes, both looks together
-FIRST, EARLY = 3, 0.01  # pairs at the first look, and its share of the level
+FIRST, EARLY = 3, 0.005  # pairs at the first look, and its share of the level
 
 GAIN = 4.0
 """Margins that fp32 must gain in a training: with less, a policy that learns nothing could pass for equivalent."""
@@ -127,14 +127,13 @@ def prove(task: Task, candidate: Candidate, *, seeds: int = 0, **options: Any) -
     Equal arguments give equal results, whatever was interrupted in between, if the task is repeatable and the time
     suffices: `runs` are what earlier calls handed to `on_run`, and no training is begun that would not end in time.
     At least `seeds` pairs are trained and looked at once; 0: as many as the spread of the pairs asks for. More seeds
-    after an undecided
-    result are a second test: the two together pass a policy at the margin with up to 10 % instead of 5 %. `options` as
-    `_Pairs` takes them.
+    after an undecided result are a second test: the two together pass a policy at the margin with up to 10 % instead of
+    5 %. `options` as `_Pairs` takes them.
     """
     pairs = _Pairs(task, candidate, **options)
     fp32 = pairs.reference
     fewest = FIRST if pairs.by_metric or pairs.bound is not None else ENOUGH_SEEDS  # their spread is the margin
-    while len(fp32) < fewest and pairs.add_reference():
+    while len(fp32) < fewest and pairs.add_to(fp32, BASELINE):
         if not math.isfinite(fp32[-1].value):
             why = fp32[-1].stopped or "the end of the training"
             return pairs.undecided(f"fp32 itself does not end with a finite {pairs.measure}: {why}", -1)
@@ -164,7 +163,7 @@ def prove(task: Task, candidate: Candidate, *, seeds: int = 0, **options: Any) -
 def trainings(task: Task, candidate: Candidate, count: int, **options: Any) -> list[Run]:
     """Return trainings with the first `count` seeds, fewer if the time is short; `options` as `_Pairs` takes them."""
     pairs = _Pairs(task, candidate, **options)
-    while len(pairs.own) < count and pairs.add_own():
+    while len(pairs.own) < count and pairs.add_to(pairs.own, candidate):
         pass
     return pairs.own
 
@@ -176,12 +175,12 @@ class _Pairs:
         self, task: Task, candidate: Candidate, *, device: str = "cpu", steps: int = 0,
         max_loss_rise: float | None = None, seed: int = 0, seconds: float = math.inf, runs: Sequence[Run] = (),
         on_run: Callable[[Run], None] = lambda run: None, clock: Callable[[], float] = time.monotonic,
-        on_loop: Callable[[int, Loop], None] = lambda seed, loop: None,
+        on_loop: Callable[[Loop], None] = lambda loop: None,
     ) -> None:  # fmt: skip
         self.task, self.candidate, self.device, self.seed = task, candidate, device, seed
         self.steps = steps or task.excerpt_steps
         self.clock, self.end, self.on_run = clock, clock() + seconds, on_run
-        self.on_loop = on_loop  # given the seed and the loop of a training that ended well
+        self.on_loop = on_loop  # given the loop of a training with the first seed, at its end
         self.bound, self.by_metric = max_loss_rise, task.metric is not None and max_loss_rise is None
         self.higher = self.by_metric and task.higher_is_better
         self.measure = task.metric_name if self.by_metric else "training loss"
@@ -216,17 +215,11 @@ class _Pairs:
             )
         return ""
 
-    def add_reference(self) -> bool:
-        return self._add(self.reference, BASELINE)
-
     def add(self) -> bool:
-        ready = len(self.own) < len(self.reference) or self.add_reference()
-        return ready and self.add_own()
+        ready = len(self.own) < len(self.reference) or self.add_to(self.reference, BASELINE)
+        return ready and self.add_to(self.own, self.candidate)
 
-    def add_own(self) -> bool:
-        return self._add(self.own, self.candidate)
-
-    def _add(self, runs: list[Run], candidate: Candidate) -> bool:
+    def add_to(self, runs: list[Run], candidate: Candidate) -> bool:
         key = self._key(candidate, self.seed + len(runs))
         if key not in self._known:
             alike = [run.seconds for run in self._known.values() if run.key[:-1] == key[:-1]]
@@ -259,7 +252,8 @@ class _Pairs:
             skipped = len(loop.skipped())
             if not stopped:
                 value = evaluated(self.task, loop, seed) if self.by_metric else finite_mean(losses[-window:])
-                self.on_loop(seed, loop)
+                if seed == self.seed:
+                    self.on_loop(loop)
         except FAILURES as error:
             if candidate.policy is None:
                 raise
@@ -306,7 +300,7 @@ class _Pairs:
         if found.low is None or found.high is None:
             return self.undecided("the time was up after one pair of trainings", missing, found)
         numbers = (
-            f"{self.measure} minus fp32's: {found.mean:+.3g}, {100.0 - 200.0 * self.level:.0f} % interval "
+            f"{self.measure} minus fp32's: {found.mean:+.3g}, {100.0 - 200.0 * self.level:.3g} % interval "
             f"[{found.low:+.3g}, {found.high:+.3g}], margin {self.margin:.3g}, {counted(len(self.own), 'seed')}"
         )
         if found.verdict == "worse" and found.enough:

@@ -19,7 +19,7 @@ from typing import Any
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, applied, chain, exceptions, options, savings
 from halfstep.advise.tune.lab import LOOKS, SEEDS, Lab, Lap, RaceResult, Reference
-from halfstep.advise.tune.proof import BASELINE, Proof
+from halfstep.advise.tune.proof import BASELINE, Proof, Run
 from halfstep.advise.tune.result import Change, Tried, size
 from halfstep.report import counted
 from halfstep.tasks.candidates import FP32, Candidate
@@ -82,7 +82,8 @@ class Search:
         self.resolution = 0.0
         self.repeatable = True  # whether two trainings in fp32 from one start had the same losses in every race
         self.laps: dict[str, Lap] = {}  # the last one of each candidate
-        self.skipped: dict[str, int] = {}  # steps of a training that were not applied
+        self.audits: dict[str, Calibration] = {}
+        self.runs: dict[str, Run] = {}  # the training that a candidate was judged by
         self.end = math.nan  # where fp32's loss ends
         self.on_choice: Callable[[], None] = lambda: None  # called when there is a choice, which may be improved
 
@@ -144,7 +145,7 @@ class Search:
             rise = (run.last_loss - self.end) / abs(self.end)
             reason = f"loss {100 * rise:+.2f} % beside fp32's, at most {100 * self.bound:+.2f} % allowed"
         reason += f", {run.skipped} steps skipped" * bool(run.skipped)
-        self.skipped[label] = run.skipped
+        self.runs[label] = run
         self.set(label, loss_rise=rise, verdict="within" if rise <= self.bound else "worse", reason=reason)
         self.lab.say(f"{label}: {self[label].verdict}; {reason}")
         return True
@@ -161,7 +162,7 @@ class Search:
                 for change in chain(self._probe, tried.policy, options(calibration, tried.policy, listed))
             ]
             found = probed or listed
-            skipped = self.skipped.get(tried.label, 0)
+            skipped = self.runs[tried.label].skipped if tried.label in self.runs else 0
             if tried.policy.dtype == "fp16" and skipped:  # the scale had to come down first
                 why = f"{counted(skipped, 'step')} skipped until the scale fits"
                 found = [Change(field="scale", value=LOW_START, why=why), *found]
@@ -177,7 +178,7 @@ class Search:
         return True
 
     def _calibration(self, label: str) -> Calibration:
-        found = self.lab.calibration(self.candidate(label), self.steps)
+        found = self.audits[label] = self.lab.calibration(self.candidate(label), self.steps)
         note = f"{label} could not be audited, so that no operator of it was looked at: {found.failed}"
         if found.failed and note not in self.notes:
             self.notes.append(note)
@@ -242,7 +243,9 @@ class Search:
             if tried.verdict == "unmeasured" and not self._trained(tried.label):
                 decided = False
                 break
-            if self[tried.label].verdict == "within" and self._proven(tried.label):
+            curve = self.runs[tried.label].losses
+            alike = bool(curve) and any(curve == self.runs[label].losses for label, _ in self.proofs)
+            if self[tried.label].verdict == "within" and not alike and self._proven(tried.label):
                 self.best = tried.label
                 return True
             decided &= self[tried.label].verdict != "undecided"
@@ -308,7 +311,7 @@ class Search:
         labels = [*changed, *(t.label for t in order if not t.changes)]
         labels = [x for x in labels if x == SAFE or self.cost(self[x]) < self.cost(self[SAFE])]
         if labels != [SAFE] and self.race(
-            labels, rounds=2 * LOOKS, base=labels[0], limit=math.inf if self.weights.memory else 1.0,
+            labels, rounds=2 * LOOKS, pick=not self.weights.memory,
             seed=self.lab.seed + SEEDS, reserve=self._reserve(), phase="the finalists",
         ):  # fmt: skip
             self.best = SAFE
@@ -458,9 +461,9 @@ class Search:
         """Return whether its loss is within the bound and its gradients are not far off, as far as is known."""
         return tried.verdict == "within" and not tried.error > WRONG
 
-    def rank(self, tried: Tried) -> tuple[bool, bool, float]:
-        """Return a place in the order of candidates: the best, then the sound ones, the cheapest first."""
-        return tried.label != self.best, not self.sound(tried) and tried.label != SAFE, self.cost(tried)
+    def rank(self, tried: Tried) -> tuple[bool, float]:
+        """Return a place in the order of candidates: the best, then the cheapest first."""
+        return tried.label != self.best, self.cost(tried)
 
     def measured(self) -> tuple[Tried, ...]:
         """Return fp32 and every candidate that was measured, with their reasons complete."""

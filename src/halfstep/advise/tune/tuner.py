@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 
 import halfstep as hs
+from halfstep.advise.tune.calibration import Calibration
 from halfstep.advise.tune.lab import Lab, Progress
 from halfstep.advise.tune.result import TuneError, Tuning, size
 from halfstep.advise.tune.search import Search, Weights
@@ -138,7 +139,7 @@ def _advice(search: Search) -> Iterator[str]:
     best, lab = search[search.best], search.lab
     if not best.saved_bytes:
         return
-    spots = lab.known_calibration(search.candidate(search.best), search.steps).spots
+    spots = search.audits.get(search.best, Calibration()).spots
     if any(spot.op == "cross_entropy" for spot in spots):
         last = next((spot for spot in reversed(spots) if spot.op == "linear"), None)
         if last is not None and last.bytes > LARGE * best.saved_bytes:
