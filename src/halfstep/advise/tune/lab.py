@@ -149,9 +149,8 @@ def failing(label: str) -> Iterator[None]:
         if label in {BASELINE.label, TWIN.label}:
             if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
                 raise
-            raise TuneError(
-                f"the task does not train in fp32, with which everything is compared: {error_line(error)}"
-            ) from error
+            what = "the task does not train in fp32, with which everything is compared"
+            raise TuneError(f"{what}: {error_line(error)}") from error
         raise Unfit(error_line(error)) from error
 
 
@@ -178,6 +177,11 @@ def race(
         except Unfit as reason:
             running.dropped[candidate.label] = str(reason)
     del model
+
+    def slower(label: str, than: str, times: float) -> bool:
+        ratio = running.ratio(label, than)
+        return ratio is not None and ratio.low > times
+
     others = {candidate.label for candidate in candidates} - {base}
     done, over = 0, False
     while done < steps and not over and clock() < deadline:
@@ -186,16 +190,11 @@ def race(
         if done > WARM_UP and (done - WARM_UP) % LOOK == 0:
             there = sorted(others - running.dropped.keys())
             first = min(there, key=running.typical, default=base)
-            control = running.ratio(TWIN.label, FP32)
+            control = running.ratio(TWIN.label, FP32) if pick else None
             for label in there:
-                if (
-                    pick
-                    and control
-                    and label != first
-                    and _above(running.ratio(label, first), 1.0 + control.resolution)
-                ):
+                if control and label != first and slower(label, first, 1.0 + control.resolution):
                     running.dropped[label] = KNOWN
-                if base not in running.dropped and _above(running.ratio(label, base), limit):
+                if base not in running.dropped and slower(label, base, limit):
                     running.dropped[label] = ""
         running.leave()
         on_round(done)
@@ -205,10 +204,6 @@ def race(
     return RaceResult(
         laps=laps, control=running.ratio(TWIN.label, FP32), repeatable=alike, finished=over or done == steps
     )
-
-
-def _above(ratio: Ratio | None, limit: float) -> bool:
-    return ratio is not None and ratio.low > limit
 
 
 def _lap(running: Training, label: str, base: str) -> Lap:
@@ -222,9 +217,7 @@ def _lap(running: Training, label: str, base: str) -> Lap:
 SEEDS = FIRST  # trainings of fp32 that show whether its loss falls, and how far apart it ends by chance
 FEWEST = 20  # steps of a short training; with fewer, neither a time nor a loss says much
 
-SHARE = 20
-"""Short trainings that a search takes, roughly: 3 of fp32 for reference, 8 of the choice and its proof, and races."""
-
+SHARE = 20  # short trainings that a search takes, roughly: 3 of the reference, 8 more of a proof, and races
 AUDITED = 2  # steps of an audit, on weights that fp32 has trained
 VERSION = 5  # of the journal
 MOST_BYTES = 1 << 26  # of its file: a race is a few KB
@@ -416,22 +409,18 @@ class Lab:
         os.replace(part, self.path)
 
     def _read(self, path: Path) -> None:
+        rest = "delete it, or search without resuming"
         try:
             values = read_json(path, TuneError, CONTENT, MOST_BYTES)
         except TuneError as error:
-            raise TuneError(
-                f"{str(path)!r} holds no measurements of a search ({error}); delete it, or search without resuming"
-            ) from error
+            raise TuneError(f"{str(path)!r} holds no measurements of a search ({error}); {rest}") from error
         version, about = values["version"], values["about"]
         self.entries, self.before = values["entries"], values["seconds"]
         wanted = json.loads(json.dumps(self.about))
         if version != VERSION or about != wanted:
             other = [key for key in wanted if about.get(key) != wanted[key]] if isinstance(about, dict) else []
             differs = "; ".join(f"{key}: {about.get(key)!r} there, {wanted[key]!r} here" for key in other)
-            raise TuneError(
-                f"{str(path)!r} belongs to another search ({differs or f'version {version}'}); delete it, or "
-                "search without resuming"
-            )
+            raise TuneError(f"{str(path)!r} belongs to another search ({differs or f'version {version}'}); {rest}")
 
 
 def revived(kind: type[T], value: Any) -> T:

@@ -29,19 +29,14 @@ POWER = 0.8  # chance with which the planned seeds show a policy to be equivalen
 LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes, both looks together
 FIRST, EARLY = 3, 0.005  # pairs at the first look, and its share of the level
 
-GAIN = 4.0
-"""Margins that fp32 must gain in a training: with less, a policy that learns nothing could pass for equivalent."""
-
+GAIN = 4.0  # margins that fp32 must gain in a training: with less, a policy that learns nothing could pass
 BASELINE = Candidate(label=FP32, dtype="fp32")
 
 MOST_SEEDS = 1000  # more are never named: the policy lies at the margin, or the margin is too small for this task
 LAST = 10  # the last tenth of the steps is the end of a training, the first tenth its start, where the loss is compared
 
-PATIENCE = 20
-"""Steps in a row whose loss is not finite, after which a training is given up: a loss scale recovers within them."""
-
-FAILURES = (RuntimeError, ValueError, NotImplementedError, MemoryError)
-"""What a candidate may raise: a HalfstepError, a model that cannot run in a format, too little memory."""
+PATIENCE = 20  # steps in a row without a finite loss that end a training: a loss scale recovers within them
+FAILURES = (RuntimeError, ValueError, NotImplementedError, MemoryError)  # what a candidate may raise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

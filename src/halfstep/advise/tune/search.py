@@ -10,6 +10,7 @@ beyond the bound, of the next. What cannot be chosen is not trained.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,27 +28,19 @@ from halfstep.timing import Ratio
 
 SAFE = "O0"  # the preset that computes in fp32: the choice when nothing else is shown to be good
 
-PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")
-"""The presets of a search, the safer first: a later one has to be better by more than a race resolves."""
-
-WRONG = 0.1
-"""Error of the gradients above which a candidate has to be looked at: healthy bf16 models stay below a twentieth."""
-
+PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")  # the safer first: a later one has to be better for certain
+WRONG = 0.1  # error of the gradients that a sound candidate may have: healthy bf16 models stay below a twentieth
 GROUP = 8  # candidates of one race at most, its base not counted: all of them are in memory at once
 COMPILED = " compiled"  # behind the label of a candidate with ``compile=True``
 
 TOO_SLOW = 1.2  # a preset that takes this many times fp32's time is left out where only time counts
-LADDER = (1, 2, 4, 8)
-"""So many changes are made at once: exceptions, the most sensitive first, and savings, the largest first."""
-
+LADDER = (1, 2, 4, 8)  # so many changes are made at once: the most sensitive exceptions, the largest savings
 LOW_START = "megengine"  # the loss-scale rule that begins at 16: torch's begins at 65,536 and skips steps until it fits
 MENDED = 2  # presets that are given exceptions at most, the cheapest ones
 ROUNDS = 3  # times that changes are looked for, each time from the best candidate so far
 CHANGED = 2  # candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested
 
-PROOF = 9
-"""Short trainings of a proof with the fewest seeds, five pairs of which three of fp32 are there, and a little more."""
-
+PROOF = 9  # short trainings of a proof of five pairs, of which three of fp32 are there, and a little more
 COMPILING = 60.0  # seconds that must be free for compiling: a small model takes that long on a slow machine
 
 
@@ -189,7 +182,7 @@ class Search:
 
     def _excepted(self, tried: Tried, exceptions: Sequence[Sequence[Change]]) -> bool:
         """Race a preset with exceptions, those whose gradients are right, and judge the fewest that are cheap."""
-        made = [t.label for t in (self.changed(tried, changes) for changes in exceptions) if self._new(t)]
+        made = self._new(tried, exceptions)
         for label in made:
             self.set(label, error=self._probe(self[label].policy))
         labels = [label for label in made if not self[label].error > WRONG]
@@ -201,24 +194,24 @@ class Search:
         safe = self.best == SAFE  # then even a dear one may be the base of changes that save
         return self.judge([x for x in timed if safe or self.cheaper(self[x], self[self.best])]) and whole
 
-    def _new(self, tried: Tried) -> bool:
-        return tried.verdict == "unmeasured" and tried.time is None
+    def _new(self, base: Tried, changes: Sequence[Sequence[Change]]) -> list[str]:
+        made = (self.changed(base, these) for these in changes)
+        return [tried.label for tried in made if tried.verdict == "unmeasured" and tried.time is None]
 
     def improve(self) -> bool:
         """Try changes one by one beside the best low candidate, then the good ones together."""
         low = [t for t in self.tried.values() if self.sound(t) and t.preset != SAFE]
         base = min(low, key=self.cost, default=None)
-        whole, known = True, set[tuple[str, str, object]]()  # changes that do not save
+        whole, known = True, set[tuple[object, ...]]()  # places that have a change, and changes that do not save
         for _ in range(ROUNDS):
             if base is None:
                 break
             eight_bits = hs.policy.units(self.lab.device).fp8 and find_spec("torchao") is not None
             memory = self.weights.memory > 0.0
             found = savings(self._calibration(base.label), base.policy, memory=memory, eight_bits=eight_bits)
-            made = {(change.field, change.pattern) for change in base.changes}
-            moves = [move for move in found if (move.field, move.pattern) not in made]
-            moves = [move for move in moves if (move.field, move.pattern, move.value) not in known]
-            new = [t.label for t in (self.changed(base, [move]) for move in moves) if self._new(t)]
+            known |= {(change.field, change.pattern) for change in base.changes}
+            moves = [m for m in found if known.isdisjoint({(m.field, m.pattern), (m.field, m.pattern, m.value)})]
+            new = self._new(base, [[move] for move in moves])
             limit = math.inf if memory else 1.0 - self.resolution  # beyond it nothing is saved
             reserve = self._reserve()
             whole &= self.race(new, base=base.label, alone=True, limit=limit, reserve=reserve,
@@ -285,19 +278,19 @@ class Search:
         """Make the best preset the choice that no training has shown to be worse, unless the choice was proven."""
         if any(label == self.best and proof.holds for label, proof in self.proofs):
             return
-        plain = [t for t in self.tried.values() if not t.changes and not t.compile and t.label != FP32]
         self.best = SAFE
-        for tried in plain:
-            safe = tried.verdict in {"within", "undecided"} and not tried.error > WRONG
-            if safe and self.cheaper(tried, self[self.best]):
-                self.best = tried.label
+        for label, t in self.tried.items():
+            plain = not t.changes and not t.compile and label != FP32
+            safe = t.verdict in {"within", "undecided"} and not t.error > WRONG
+            if plain and safe and self.cheaper(t, self[self.best]):
+                self.best = label
 
     def reason(self, proof: Proof | None) -> str:
         """Return why the choice was chosen, in one sentence."""
         best = self[self.best]
+        shown = "not tested for equivalence" if proof is None else f"{proof.verdict}: {proof.reason}"
         if best.preset == SAFE and not best.compile:
             return "no cheaper candidate was shown to be as good as fp32"
-        shown = "not tested for equivalence" if proof is None else f"{proof.verdict}: {proof.reason}"
         return f"the cheapest of those whose loss stays within the bound; {shown}"
 
     def _finalists(self) -> list[Tried]:
@@ -382,10 +375,8 @@ class Search:
         if changes:
             words = ", ".join(str(change).replace(" = ", " ") for change in changes)
             name += f" + {words}" if len(changes) <= 2 else f" + {len(changes)} changes"
-        label, number = name + COMPILED * compile, 1
-        while label in self.tried:
-            number += 1
-            label = f"{name} ({number}){COMPILED * compile}"
+        names = (f"{name}{f' ({n})' * (n > 1)}{COMPILED * compile}" for n in itertools.count(1))
+        label = next(found for found in names if found not in self.tried)
         self.tried[label] = Tried(label=label, policy=policy, preset=preset, compile=compile, changes=changes)
         return self.tried[label]
 
