@@ -50,9 +50,7 @@ from halfstep.timing import WARM_UP, Ratio, Unfit
 from halfstep.trees import tensors
 
 T = TypeVar("T")
-
 TWIN = Candidate(label="fp32 again", dtype="fp32")
-
 LOOKS = 25  # timed rounds that show what a candidate costs
 LOOK = 5  # timed rounds before a candidate may leave, and between two looks
 KNOWN = "its time is known"  # why one leaves that another one has beaten

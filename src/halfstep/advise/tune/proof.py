@@ -28,10 +28,8 @@ from halfstep.tasks.measure import ENOUGH_SEEDS, WITHIN, Difference, difference,
 POWER = 0.8  # chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32
 LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes, both looks together
 FIRST, EARLY = 3, 0.005  # pairs at the first look, and its share of the level
-
 GAIN = 4.0  # margins that fp32 must gain in a training: with less, a policy that learns nothing could pass
 BASELINE = Candidate(label=FP32, dtype="fp32")
-
 MOST_SEEDS = 1000  # more are never named: the policy lies at the margin, or the margin is too small for this task
 LAST = 10  # the last tenth of the steps is the end of a training, the first tenth its start, where the loss is compared
 

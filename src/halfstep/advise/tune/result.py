@@ -46,9 +46,9 @@ class Tried:
             each at most 1; 0.0 for fp32, nan if not measured.
         loss_rise: how much higher the training loss ends than fp32's from the same start with the same batches, as a
             fraction of fp32's; inf if it is not finite, nan if not measured.
-        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (not
-            cheaper for certain, so that its loss was not judged), "saves" (saves alone, and was judged with other
-            changes), "failed" (an error, no memory) or "unmeasured".
+        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it, or gradients far off),
+            "undecided", "slower" (not cheaper for certain, so that its loss was not judged), "saves" (saves alone, and
+            was judged with other changes), "failed" (an error, no memory) or "unmeasured".
     """
 
     label: str  # its name, unique in a search: "fp32", "mixed bf16", "mixed bf16 + 2 rules"

@@ -32,14 +32,12 @@ PRESETS = ("O0", "torch", "mixed", "O2", "pure", "lean")  # the safer first: a l
 WRONG = 0.1  # error of the gradients that a sound candidate may have: healthy bf16 models stay below a twentieth
 GROUP = 8  # candidates of one race at most, its base not counted: all of them are in memory at once
 COMPILED = " compiled"  # behind the label of a candidate with ``compile=True``
-
 TOO_SLOW = 1.2  # a preset that takes this many times fp32's time is left out where only time counts
 LADDER = (1, 2, 4, 8)  # so many changes are made at once: the most sensitive exceptions, the largest savings
 LOW_START = "megengine"  # the loss-scale rule that begins at 16: torch's begins at 65,536 and skips steps until it fits
 MENDED = 2  # presets that are given exceptions at most, the cheapest ones
 ROUNDS = 3  # times that changes are looked for, each time from the best candidate so far
 CHANGED = 2  # candidates with changes or compiled steps that are tested for equivalence at most; presets are all tested
-
 PROOF = 9  # short trainings of a proof of five pairs, of which three of fp32 are there, and a little more
 COMPILING = 60.0  # seconds that must be free for compiling: a small model takes that long on a slow machine
 
