@@ -87,6 +87,21 @@ def test_wrong_input_ends_with_one_line(tasks: Path, tmp_path: Path, words: list
     assert not list(tmp_path.glob("*.toml"))
 
 
+def test_what_is_proven_is_written_at_once(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, policy = hs.tune, tmp_path / "policy.toml"
+
+    def ending(task: hs.Task, **options: Any) -> Any:
+        found = real(task, **{**options, "minutes": 0.0001})
+        options["on_progress"](Progress(phase="", share=0.5, found=dataclasses.replace(found, seconds=12.0)))
+        assert hs.Policy.of(policy) == hs.Policy.of("O0") and "# command: halfstep tune" in policy.read_text()
+        policy.unlink()
+        return found
+
+    monkeypatch.setattr(hs, "tune", ending)
+    code, text = run(f"{tasks}:task", "-o", str(policy))
+    assert code == 0 and policy.exists() and f"written after 12 s: {policy}, O0; more is tried" in text
+
+
 def test_an_interrupted_search_writes_what_is_safe(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import halfstep as hs
-from halfstep.advise.tune import Tuning
+from halfstep.advise.tune import Progress, Tuning
 from halfstep.cli.options import split
 from halfstep.cli.progress import Watch
 from halfstep.cli.terminal import INTERRUPTED, Files, command_line, console, record, say
@@ -32,17 +32,27 @@ def carry_out(
         raise TaskError(f"--resume: there is no {str(state)!r} of an earlier search; leave --resume out")
     if state.exists() and not resume:
         state.replace(state.with_name(state.name + ".old"))
+
+    command = command_line().replace(" --resume", "")
+
+    def see(moment: Progress) -> None:
+        watch.see(moment.share, moment.phase, moment.note)
+        if moment.found is not None:
+            output.write_text(replace(moment.found, command=command).to_toml(), encoding="utf-8")
+            say(
+                err, f"written after {moment.found.seconds:.0f} s: {output}, {moment.found.chosen.label}; more is tried"
+            )
+
     try:
         with Watch(err) as watch:
             found = hs.tune(
                 loaded, target=target, max_loss_rise=max_loss_rise, minutes=minutes, device=where, seed=seed,
-                seeds=seeds, dtypes=split(dtypes), compile=compile, resume=state,
-                on_progress=lambda moment: watch.see(moment.share, moment.phase, moment.note),
+                seeds=seeds, dtypes=split(dtypes), compile=compile, resume=state, on_progress=see,
             )  # fmt: skip
     except KeyboardInterrupt:
         say(err, "interrupted before anything was measured: nothing was written", style="red")
         return INTERRUPTED
-    found = replace(found, command=command_line().replace(" --resume", ""))
+    found = replace(found, command=command)
     output.write_text(found.to_toml(), encoding="utf-8")
     _print(out, found)
     say(out, f"written: {output}; what was measured: {state}")

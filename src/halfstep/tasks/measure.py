@@ -28,14 +28,16 @@ class Difference:
     """A metric's paired difference from fp32 over the seeds."""
 
     mean: float  # mean of candidate minus fp32
-    low: float | None  # lower end of the 90 % interval of that mean (Student's t); None with one seed
+    low: float | None  # lower end of the interval of that mean (Student's t); None with one seed
     high: float | None  # upper end
     # WITHIN (the interval lies inside it), "better" or "worse" (outside), "undecided", or "diverged" (not finite)
     verdict: str
     enough: bool  # whether there were enough seeds for a verdict; with fewer it is an indication
 
 
-def difference(values: Sequence[float], reference: Sequence[float], margin: float, *, higher: bool) -> Difference:
+def difference(
+    values: Sequence[float], reference: Sequence[float], margin: float, *, higher: bool, confidence: float = CONFIDENCE
+) -> Difference:  # fmt: skip
     """Compare final metrics with those of fp32, seed by seed; `higher`: whether a higher metric is better."""
     pairs = [a - b for a, b in zip(values, reference, strict=True)]
     enough = len(pairs) >= ENOUGH_SEEDS
@@ -44,7 +46,7 @@ def difference(values: Sequence[float], reference: Sequence[float], margin: floa
     mean = statistics.fmean(pairs)
     if len(pairs) == 1:
         return Difference(mean=mean, low=None, high=None, verdict="undecided", enough=False)
-    half = student_quantile(0.5 + CONFIDENCE / 2, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    half = student_quantile(0.5 + confidence / 2, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
     low, high = mean - half, mean + half
     if -margin <= low and high <= margin:
         verdict = WITHIN

@@ -10,7 +10,7 @@ from typing import Any
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, Spot
 from halfstep.advise.tune.lab import Lap, RaceResult, Reference
-from halfstep.advise.tune.proof import Proof
+from halfstep.advise.tune.proof import Proof, Run
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.timing import Ratio
 from tests.tasks.small import small_task
@@ -72,11 +72,12 @@ class FakeLab:
     task: hs.Task = field(default_factory=lambda: small_task(excerpt_steps=40))
     said: list[str] = field(default_factory=list)
     raced: list[str] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
 
     device = "cpu"
 
-    def race(self, candidates: Sequence[Candidate], steps: int, *, base: str = FP32, limit: float = math.inf,
-             seed: int | None = None, reserve: float = 0.0, phase: str = "") -> RaceResult | None:  # fmt: skip
+    def race(self, candidates: Sequence[Candidate], *, base: str = FP32, limit: float = math.inf, alone: bool = False,
+             reserve: float = 0.0, **options: Any) -> RaceResult | None:  # fmt: skip
         """Return a race as decreed."""
         if self.left <= reserve:
             return None
@@ -85,17 +86,28 @@ class FakeLab:
         for c in candidates:
             assert c.policy is not None
             times[c.label] = self.time(c.policy, c.compile)
-        laps = {FP32: Lap(time=ratio(1.0), beside=None, milliseconds=10.0, end=1.0)}
+        laps = {} if alone else {FP32: Lap(time=ratio(1.0), beside=None, milliseconds=10.0)}
         for c in candidates:
             assert c.policy is not None
             beside, failed = ratio(times[c.label] / times[base]), self.failing(c.policy)
-            rise = self.rise(c.policy)
             laps[c.label] = Lap(
-                time=ratio(times[c.label]), beside=beside, milliseconds=10.0 * times[c.label],
-                end=math.nan if math.isinf(rise) else 1.0 + rise, dropped=beside.low > limit and not failed,
-                skipped=self.skipped(c.policy), failed=failed,
+                time=None if alone else ratio(times[c.label]), beside=beside, milliseconds=10.0 * times[c.label],
+                dropped=beside.low > limit and not failed, failed=failed,
             )  # fmt: skip
-        return RaceResult(laps=laps, control=ratio(1.0), repeatable=self.repeatable, finished=True)
+        control = None if alone else ratio(1.0)
+        return RaceResult(laps=laps, control=control, repeatable=self.repeatable, finished=True)
+
+    def training(self, candidate: Candidate, steps: int, bound: float | None, *, reserve: float) -> Run | None:
+        """Return a training that ends as decreed."""
+        if self.left <= reserve:
+            return None
+        assert candidate.policy is not None
+        self.trained.append(candidate.label)
+        end = 1.0 + self.rise(candidate.policy)
+        return Run(
+            policy="", compile=False, measure="loss", steps=steps, seed=0, start=3.0, value=end, losses=(),
+            skipped=self.skipped(candidate.policy), seconds=1.0, last_loss=end if math.isfinite(end) else math.nan,
+        )  # fmt: skip
 
     def bytes(self, candidate: Candidate) -> tuple[int, int]:
         """Return bytes between steps and for backward."""

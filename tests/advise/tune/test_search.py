@@ -37,8 +37,12 @@ def best(search: Search) -> Tried:
 
 
 def test_the_fastest_preset_within_the_bound_is_proven_and_taken() -> None:
-    search = searched(FakeLab(time=preset_time))
+    lab = FakeLab(time=preset_time)
+    search = searched(lab)
     assert best(search).label == "pure bf16" and search.proofs[0][1].holds and search.finished
+    assert lab.trained == ["pure bf16"]  # what cannot be chosen is not
+    (mixed,) = (tried for tried in search.measured() if tried.label == "mixed bf16")
+    assert (mixed.verdict, mixed.reason) == ("slower", "not cheaper for certain than pure bf16")
 
 
 def test_a_preset_has_to_be_better_than_a_safer_one_by_more_than_is_resolved() -> None:
@@ -121,7 +125,8 @@ def test_gradients_that_are_far_off_get_exceptions_though_the_loss_is_within_the
     assert best(search).label == "pure bf16 + matmul fp32"
     assert [label for label, _ in search.proofs] == [best(search).label]
     (plain,) = (tried for tried in search.measured() if tried.label == "pure bf16")
-    assert plain.reason.endswith("; its gradients are off by 80 %")
+    assert (plain.verdict, plain.reason) == ("worse", "its gradients are off by 80 %")
+    assert lab.trained == [best(search).label]
 
 
 def test_without_an_exception_that_helps_the_proof_decides() -> None:
@@ -158,12 +163,15 @@ SAVING = [
 
 
 def test_changes_that_save_are_found_one_by_one_and_taken_together() -> None:
-    search = searched(FakeLab(time=saving_time, spots=SAVING))
+    lab = FakeLab(time=saving_time, spots=SAVING)
+    search = searched(lab)
     found = best(search)
     assert set(found.policy.ops) == {("layer_norm", "fp32"), ("gelu", "keep")} and found.preset == "pure"
     assert found.time is not None and found.time.median == pytest.approx(0.69 * 0.9 * 0.95)
     assert found.predicted == pytest.approx(0.69 * 0.9 * 0.95)
     assert [c.why.partition("; ")[2] for c in found.changes] == ["saves 0.69 ms", "saves 0.34 ms"]
+    slow = [x for x in lab.raced if x in search.tried and ("linear", "fp32") in search[x].policy.ops]
+    assert slow == ["pure bf16 + linear fp32"]  # not again beside the better one
     rejected = search["pure bf16 + linear fp32"]
     assert rejected.verdict == "slower" and "1.300 of pure bf16's time" in rejected.reason
 
@@ -213,6 +221,22 @@ def test_compiled_steps_are_candidates_too() -> None:
     search = searched(FakeLab(time=lambda p, c: 0.5 if c else preset_time(p)), compile=True)
     assert best(search).compile and best(search).preset in {"O0", "pure"}
     assert not any("compiled" in label for label in searched(FakeLab(time=preset_time)).tried)
+
+
+def test_a_proven_choice_is_there_before_anything_is_compiled_and_an_interruption_keeps_it() -> None:
+    lab = FakeLab(time=lambda p, c: 0.5 if c else preset_time(p))
+    search = Search(lab, TIME, 40, bound=0.01, dtypes=("bf16",), seeds=0, compile=True)  # type: ignore[arg-type]
+    seen: list[tuple[str, bool]] = []
+
+    def stop() -> None:
+        seen.append((search.best, any("compiled" in label for label in lab.raced)))
+        raise KeyboardInterrupt
+
+    search.on_choice = stop
+    with pytest.raises(KeyboardInterrupt):
+        search.run(REFERENCE)
+    search.fall_back()
+    assert seen == [("pure bf16", False)] and search.best == "pure bf16" and search.proofs[-1][1].holds
 
 
 def test_without_time_it_is_fp32_and_what_is_missing_is_said() -> None:

@@ -48,9 +48,7 @@ MOST = 16  # changes that are tried at once
 NAMED = 6  # modules that are tried one by one, the most expensive ones
 
 LINEAR = "modules", "class:Linear"
-MINOR = 0.05
-"""Where only time counts, fields rank as rules for so much of the time: presets have shown most of what they do."""
-
+MINOR = 0.05  # share of the time as which fields rank where only time counts: presets show most of what they do
 COUNTS = 0.01  # share of the time of all operators below which an operator or module is not worth a rule
 
 
@@ -229,9 +227,7 @@ def _is_low(spot: Spot) -> bool:
 WORTH = 0.75  # of the error: an exception that leaves more is not worth its casts
 MOST_CHANGES = 4  # exceptions of a chain
 
-CLOSE = 1.1
-"""Times the least error: exceptions within it count as equally good; the one that concerns the least time is taken."""
-
+CLOSE = 1.1  # times the least error: exceptions within it are equally good, and the one for the least time is taken
 ENOUGH = 0.05  # error that the rounding of low products may leave in a healthy model
 LARGE = 0.5  # share of the time of all operators: a rule that concerns more makes another preset of the policy
 PATTERNS = 12  # rules that are probed, the shares of the time falling

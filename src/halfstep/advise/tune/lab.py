@@ -6,9 +6,9 @@ the same order. Floats that JSON lacks are written as Python's json does: NaN, I
 
 Note [race]: candidates and fp32 train in turns from the same weights on the same batches; each step is timed. A round
 is one step of every candidate still in the race (`Training`). fp32 runs twice: what the two differ by cannot be
-resolved here. Where its loss is known already, both leave after `LOOKS` timed rounds, and the base of the race too,
-whose loss was judged before. A candidate that raises, runs out of memory, or is clearly slower than the race is for
-leaves it, and the others go on.
+resolved here. Changes of one candidate are compared with it alone. A candidate that raises, runs out of memory, or is
+clearly slower than the race is for leaves it, and the others go on; where one is to be picked, those that are clearly
+slower than the first leave too, with their times. A loss is judged by a candidate's first training of the proof.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -34,27 +34,26 @@ from torch import Tensor
 
 import halfstep as hs
 from halfstep.advise.tune.calibration import Calibration, calibration_of, gradient_error, gradients
-from halfstep.advise.tune.proof import BASELINE, LAST, Proof, Run, error_line, prove, references
-from halfstep.advise.tune.result import TuneError
+from halfstep.advise.tune.proof import BASELINE, FIRST, Proof, Run, error_line, prove, trainings
+from halfstep.advise.tune.result import TuneError, Tuning
 from halfstep.arguments import number
 from halfstep.errors import TaskError
 from halfstep.report import plain
 from halfstep.schema import Each, read_json
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import probed, started
-from halfstep.tasks.loops import TorchLoop, Training, make_loop
+from halfstep.tasks.loops import Loop, TorchLoop, Training, make_loop
 from halfstep.tasks.machine import machine
-from halfstep.tasks.measure import finite_mean, student_quantile
+from halfstep.tasks.measure import student_quantile
 from halfstep.tasks.task import Task
 from halfstep.timing import WARM_UP, Ratio, Unfit
 from halfstep.trees import tensors
 
 T = TypeVar("T")
-
 TWIN = Candidate(label="fp32 again", dtype="fp32")
-
-LOOKS = 24  # timed rounds that show what a candidate costs
-LOOK = 8  # timed rounds before a candidate may be dropped, and between two looks
+LOOKS = 25  # timed rounds that show what a candidate costs
+LOOK = 5  # timed rounds before a candidate may leave, and between two looks
+KNOWN = "its time is known"  # why one leaves that another one has beaten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,29 +63,18 @@ class Lap:
     time: Ratio | None = None  # its step time over fp32's in the same rounds; None if no round was timed
     beside: Ratio | None = None  # its step time over that of the race's base in the same rounds
     milliseconds: float = math.nan  # median time of a step
-    end: float = math.nan  # mean loss over the last tenth of the steps; nan if not finite, or if it left before
-    skipped: int = 0  # steps that were not applied
     dropped: bool = False  # whether it left because it was clearly slower
     failed: str = ""  # the error that it left with, "" for none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaceResult:
-    """The laps of a race by label, fp32's among them; plain values."""
+    """The laps of a race by label; plain values."""
 
     laps: Mapping[str, Lap]
-    control: Ratio | None  # fp32 over fp32; None if no round was timed
+    control: Ratio | None  # fp32 over fp32; None if no round of it was timed
     repeatable: bool  # whether the two had the same loss in every step
-    finished: bool  # whether it was run to its last step; a race that the clock ended was not
-
-    def rise(self, label: str) -> float:
-        """Return how much higher than fp32's a loss ends, as a fraction of it; inf if not finite, nan if unknown."""
-        lap, fp32 = self.laps[label], self.laps[FP32]
-        if lap.failed or lap.dropped or not self.finished:
-            return math.nan
-        if math.isnan(lap.end):
-            return math.inf
-        return (lap.end - fp32.end) / abs(fp32.end) if fp32.end else math.nan
+    finished: bool  # whether nothing was left to race; not where the clock ended it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,26 +147,27 @@ def failing(label: str) -> Iterator[None]:
         if label in {BASELINE.label, TWIN.label}:
             if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
                 raise
-            raise TuneError(
-                f"the task does not train in fp32, with which everything is compared: {error_line(error)}"
-            ) from error
+            what = "the task does not train in fp32, with which everything is compared"
+            raise TuneError(f"{what}: {error_line(error)}") from error
         raise Unfit(error_line(error)) from error
 
 
 def race(
-    task: Task, candidates: Sequence[Candidate], *, device: str, seed: int, steps: int, base: str = FP32,
-    limit: float = math.inf, deadline: float = math.inf, known: float | None = None,
+    task: Task, candidates: Sequence[Candidate], *, device: str, seed: int, rounds: int = LOOKS, base: str = FP32,
+    limit: float = math.inf, pick: bool = False, alone: bool = False, deadline: float = math.inf,
     clock: Callable[[], float] = time.perf_counter, on_round: Callable[[int], None] = lambda done: None,
 ) -> RaceResult:  # fmt: skip
-    """Race `candidates` over `steps` steps, beside fp32; `known`: where its loss ends in a race of this length.
+    """Race `candidates` over `rounds` timed rounds, beside fp32 and its twin unless `alone`.
 
-    A candidate leaves when its step time is, for certain, more than `limit` times that of the candidate called `base`;
-    no round begins after `deadline`, a value of `clock`; `on_round` is given the number of rounds.
+    A candidate leaves when its step time is, for certain, more than `limit` times that of the candidate called `base`,
+    and under `pick` when the fastest beats it by more than fp32 differs from its twin; once that one is alone, `LOOKS`
+    rounds are enough. No round begins after `deadline`, a value of `clock`; `on_round` is given the number of rounds.
     """
     model = started(task, seed, device)
     running = _Race(task, {}, device=device, seed=seed, clock=clock)
-    labels = [candidate.label for candidate in (BASELINE, TWIN, *candidates)]
-    for candidate in (BASELINE, TWIN, *candidates):
+    everyone = (*(() if alone else (BASELINE, TWIN)), *candidates)
+    labels, steps = [candidate.label for candidate in everyone], WARM_UP + rounds
+    for candidate in everyone:
         running.losses[candidate.label] = []
         try:
             with failing(candidate.label):
@@ -186,49 +175,49 @@ def race(
         except Unfit as reason:
             running.dropped[candidate.label] = str(reason)
     del model
-    done = 0
-    while done < steps and clock() < deadline:
+
+    def slower(label: str, than: str, times: float) -> bool:
+        ratio = running.ratio(label, than)
+        return ratio is not None and ratio.low > times
+
+    others = {candidate.label for candidate in candidates} - {base}
+    done, over = 0, False
+    while done < steps and not over and clock() < deadline:
         running.round(labels, done, timed=done >= WARM_UP)
         done += 1
-        if done >= WARM_UP + LOOK and (done - WARM_UP) % LOOK == 0:
-            there = {label for label in labels[2:] if label != base and {label, base}.isdisjoint(running.dropped)}
-            ratios = ((label, running.ratio(label, base)) for label in there)
-            slower = [label for label, ratio in ratios if ratio is not None and ratio.low > limit]
-            running.dropped |= dict.fromkeys(slower, "")
-        if done == WARM_UP + LOOKS < steps and known is not None:
-            running.dropped |= dict.fromkeys({*labels[:2], base}, "")
+        if done > WARM_UP and (done - WARM_UP) % LOOK == 0:
+            there = sorted(others - running.dropped.keys())
+            first = min(there, key=running.typical, default=base)
+            control = running.ratio(TWIN.label, FP32) if pick else None
+            for label in there:
+                if control and label != first and slower(label, first, 1.0 + control.resolution):
+                    running.dropped[label] = KNOWN
+                if base not in running.dropped and slower(label, base, limit):
+                    running.dropped[label] = ""
         running.leave()
         on_round(done)
-        if candidates and not running.loops.keys() - {*labels[:2]}:
-            break
-    laps = {label: _lap(running, label, base, steps) for label in labels if label != TWIN.label}
-    if known is not None:
-        laps[FP32] = replace(laps[FP32], end=known, dropped=False)
-    alike = repr(running.floats(FP32)) == repr(running.floats(TWIN.label))
-    control = running.ratio(TWIN.label, FP32)
-    return RaceResult(laps=laps, control=control, repeatable=alike, finished=done == steps)
+        over = bool(others) and len(others - running.dropped.keys()) <= pick and (alone or done >= WARM_UP + LOOKS)
+    laps = {label: _lap(running, label, base) for label in labels if label != TWIN.label}
+    alike = alone or repr(running.floats(FP32)) == repr(running.floats(TWIN.label))
+    return RaceResult(
+        laps=laps, control=running.ratio(TWIN.label, FP32), repeatable=alike, finished=over or done == steps
+    )
 
 
-def _lap(running: Training, label: str, base: str, steps: int) -> Lap:
-    losses = running.floats(label)
-    loop = running.loops.get(label)
+def _lap(running: Training, label: str, base: str) -> Lap:
+    why = running.dropped.get(label, KNOWN)
     return Lap(
         time=running.ratio(label, FP32), beside=running.ratio(label, base),
-        milliseconds=1e3 * running.typical(label),
-        end=finite_mean(losses[-max(1, steps // LAST) :]) if len(losses) == steps else math.nan,
-        skipped=0 if loop is None else len(loop.skipped()),
-        dropped=running.dropped.get(label) == "", failed=running.dropped.get(label, ""),
+        milliseconds=1e3 * running.typical(label), dropped=why == "", failed="" if why == KNOWN else why,
     )  # fmt: skip
 
 
-SEEDS = 3  # trainings of fp32 that show whether its loss falls, and how far apart it ends by chance
+SEEDS = FIRST  # trainings of fp32 that show whether its loss falls, and how far apart it ends by chance
 FEWEST = 20  # steps of a short training; with fewer, neither a time nor a loss says much
 
-SHARE = 30
-"""Short trainings that a search takes, roughly: 3 of fp32 for reference, 6 of presets, 8 more of a proof, changes."""
-
+SHARE = 20  # short trainings that a search takes, roughly: 3 of the reference, 8 more of a proof, and races
 AUDITED = 2  # steps of an audit, on weights that fp32 has trained
-VERSION = 4  # of the journal
+VERSION = 5  # of the journal
 MOST_BYTES = 1 << 26  # of its file: a race is a few KB
 CONTENT = {"version": Any, "about": Any, "seconds": number(0.0), "entries": Each(str, Any)}
 
@@ -240,6 +229,7 @@ class Progress:
     phase: str  # what is being measured, in words
     share: float  # of the time of the search that has passed, from 0 to 1
     note: str = ""  # a result, in one line; "" between results
+    found: Tuning | None = None  # what stands so far, when a candidate was shown to train as fp32 does
 
 
 class Lab:
@@ -258,8 +248,7 @@ class Lab:
         self.before = 0.0  # seconds that measuring took before this process
         if path is not None and path.exists():
             self._read(path)
-        self._known: dict[int, float] = {}  # steps -> fp32's loss at the end
-        self._trained: TorchLoop | None = None
+        self._trained: list[Loop] = []  # fp32 after the first training of the reference
         self._wide: list[Tensor] | None = None  # its gradients in fp32
 
     @property
@@ -272,15 +261,19 @@ class Lab:
         """Seconds that were spent, those before an interruption included."""
         return self.before + self.clock() - self.begun
 
-    def say(self, note: str = "", phase: str = "") -> None:
+    def say(self, note: str = "", phase: str = "", found: Tuning | None = None) -> None:
         """Report a result, or what is being measured."""
         share = min(1.0, (self.clock() - self.begun) / self.seconds) if self.seconds > 0 else 1.0
-        self.on_progress(Progress(phase=phase, share=share, note=note))
+        self.on_progress(Progress(phase=phase, share=share, note=note, found=found))
 
     def pace(self) -> float:
         """Return the seconds of a step in fp32."""
-        found = self._remember("pace", lambda: self._race((), WARM_UP + 5, "a step of fp32").laps[FP32].milliseconds)
-        return float(found) / 1e3
+
+        def measure() -> float:
+            found = race(self.task, (), device=self.device, seed=self.seed, rounds=5, clock=self.clock)
+            return found.laps[FP32].milliseconds / 1e3
+
+        return float(self._remember("pace", measure))
 
     def steps(self) -> int:
         """Return the steps of a short training: the excerpt's, or fewer if time is short; never fewer than before."""
@@ -293,36 +286,36 @@ class Lab:
     def reference(self, steps: int, bound: float | None) -> Reference | None:
         """Train fp32 with `SEEDS` seeds, as the proof would; None if the time is too short."""
         self.say(phase="fp32, the reference")
+        options = self._trainings(steps, bound, "fp32, the reference")
         with failing(FP32):
-            runs = references(self.task, SEEDS, **self._trainings(steps, bound, "fp32, the reference"))
+            runs = trainings(self.task, BASELINE, SEEDS, on_loop=self._trained.append, **options)
         if len(runs) < SEEDS:
             return None
-        self._known[steps] = runs[0].last_loss
         return Reference(start=tuple(run.first_loss for run in runs), end=tuple(run.last_loss for run in runs))
 
+    def training(self, candidate: Candidate, steps: int, bound: float | None, *, reserve: float) -> Run | None:
+        """Return a candidate's first training of a proof; None if no more than `reserve` seconds are left."""
+        options = self._trainings(steps, bound, f"training of {candidate.label}", reserve)
+        return next(iter(trainings(self.task, candidate, 1, **options)), None)
+
     def race(
-        self, candidates: Sequence[Candidate], steps: int, *, base: str = FP32, limit: float = math.inf,
-        seed: int | None = None, reserve: float = 0.0, phase: str = "",
+        self, candidates: Sequence[Candidate], *, rounds: int = LOOKS, seed: int | None = None, reserve: float = 0.0,
+        phase: str = "", **options: Any,
     ) -> RaceResult | None:  # fmt: skip
         """Race candidates. None if `reserve` seconds would not be left. One that the clock ends is not kept."""
-        chosen = self.seed if seed is None else seed
-        key = f"race {_digest([[c.label, _key(c)] for c in candidates])} {steps} {base} {limit} {chosen}"
+        options |= {"rounds": rounds, "seed": self.seed if seed is None else seed}
+        key = f"race {_digest([[c.label, _key(c)] for c in candidates])} {sorted(options.items())}"
         if key in self.entries:
             return revived(RaceResult, self.entries[key])
-        if (len(candidates) + 2) * steps * self.pace() > self.left - reserve:
+        if (len(candidates) + 2) * (WARM_UP + rounds) * self.pace() > self.left - reserve:
             return None
-        found = self._race(candidates, steps, phase, base=base, limit=limit, seed=chosen, deadline=self.deadline)
-        if found.finished or all(lap.dropped or lap.failed for label, lap in found.laps.items() if label != FP32):
-            self._keep(key, found)
-        return found
-
-    def _race(self, candidates: Sequence[Candidate], steps: int, phase: str, **options: Any) -> RaceResult:
-        options.setdefault("seed", self.seed)
-        known = self._known.get(steps) if options["seed"] == self.seed else None
-        return race(
-            self.task, candidates, device=self.device, steps=steps, clock=self.clock, known=known,
+        found = race(
+            self.task, candidates, device=self.device, deadline=self.deadline, clock=self.clock,
             on_round=lambda done: self.say(phase=phase), **options,
         )  # fmt: skip
+        if found.finished:
+            self._keep(key, found)
+        return found
 
     def bytes(self, candidate: Candidate) -> tuple[int, int]:
         """Return (bytes between steps, bytes saved for backward) of a candidate; (0, 0) if it cannot make a step."""
@@ -356,11 +349,6 @@ class Lab:
         self.say(phase=f"audit of {candidate.label}")
         return revived(Calibration, self._remember(key, audit))
 
-    def known_calibration(self, candidate: Candidate, steps: int) -> Calibration:
-        """Return the audit of a candidate if it was made, else an empty one."""
-        found = self.entries.get(f"audit {_key(candidate)} {steps}")
-        return Calibration() if found is None else revived(Calibration, found)
-
     def probe(self, policy: hs.Policy, steps: int, *, reserve: float) -> float:
         """Return the error of the gradients on the weights of the audits; nan if no more than `reserve` s are left."""
 
@@ -380,28 +368,27 @@ class Lab:
         return float(self._remember(key, measure))
 
     def _loop(self, steps: int) -> TorchLoop:
-        if self._trained is None:
-            loop = make_loop(BASELINE, self.task, started(self.task, self.seed, self.device), steps)
-            assert isinstance(loop, TorchLoop)
-            for step in range(steps):
-                loop(self.task.batch_on(self.device, self.seed, step))
-            self._trained = loop
-        return self._trained
+        if not self._trained:  # the reference is from an earlier search
+            again = {**self._trainings(steps, 0.0, ""), "runs": (), "on_run": lambda run: None, "seconds": math.inf}
+            trainings(self.task, BASELINE, 1, on_loop=self._trained.append, **again)
+        (loop,) = self._trained
+        assert isinstance(loop, TorchLoop)
+        return loop
 
     def prove(self, candidate: Candidate, steps: int, *, bound: float | None, seeds: int) -> Proof:
         """Test whether a candidate trains as fp32 does; the trainings are kept one by one."""
         trainings = self._trainings(steps, bound, f"equivalence of {candidate.label}")
         return prove(self.task, candidate, seeds=seeds, **trainings)
 
-    def _trainings(self, steps: int, bound: float | None, phase: str) -> dict[str, Any]:
+    def _trainings(self, steps: int, bound: float | None, phase: str, reserve: float = 0.0) -> dict[str, Any]:
         def keep(run: Run) -> None:
             self._keep(f"run {len(self.entries)}", run)
             self.say(phase=phase)
 
         runs = [revived(Run, value) for key, value in self.entries.items() if key.startswith("run ")]
         return {
-            "device": self.device, "steps": steps, "max_loss_rise": bound, "seed": self.seed, "seconds": self.left,
-            "runs": runs, "on_run": keep, "clock": self.clock,
+            "device": self.device, "steps": steps, "max_loss_rise": bound, "seed": self.seed,
+            "seconds": self.left - reserve, "runs": runs, "on_run": keep, "clock": self.clock,
         }  # fmt: skip
 
     def _remember(self, key: str, make: Callable[[], Any]) -> Any:
@@ -420,22 +407,18 @@ class Lab:
         os.replace(part, self.path)
 
     def _read(self, path: Path) -> None:
+        rest = "delete it, or search without resuming"
         try:
             values = read_json(path, TuneError, CONTENT, MOST_BYTES)
         except TuneError as error:
-            raise TuneError(
-                f"{str(path)!r} holds no measurements of a search ({error}); delete it, or search without resuming"
-            ) from error
+            raise TuneError(f"{str(path)!r} holds no measurements of a search ({error}); {rest}") from error
         version, about = values["version"], values["about"]
         self.entries, self.before = values["entries"], values["seconds"]
         wanted = json.loads(json.dumps(self.about))
         if version != VERSION or about != wanted:
             other = [key for key in wanted if about.get(key) != wanted[key]] if isinstance(about, dict) else []
             differs = "; ".join(f"{key}: {about.get(key)!r} there, {wanted[key]!r} here" for key in other)
-            raise TuneError(
-                f"{str(path)!r} belongs to another search ({differs or f'version {version}'}); delete it, or "
-                "search without resuming"
-            )
+            raise TuneError(f"{str(path)!r} belongs to another search ({differs or f'version {version}'}); {rest}")
 
 
 def revived(kind: type[T], value: Any) -> T:

@@ -1,10 +1,11 @@
 """Proof: does a policy train as fp32 does? Short trainings of both from the same starts, and a test of equivalence.
 
-The order of the trainings keeps the test valid. fp32 is trained first with `ENOUGH_SEEDS` seeds, which fix the margin
-before the candidate has any result. The candidate's first seeds show how far apart a pair of runs lies by chance, and
-from that spread alone, not from the mean, follows how many seeds there will be. Equivalence is looked for once, with
-all of them: two one-sided tests, each at the 5 % level (`tasks.measure.difference`). "worse" may be found with the
-first seeds, since ending there lets no policy pass.
+The order of the trainings keeps the test valid: fp32 is trained first, and fixes the margin before the candidate has a
+result. Two one-sided tests (`tasks.measure.difference`) are made twice at most, and both looks share the 5 % of a test:
+spending of alpha (Lan and DeMets 1983), summed by Bonferroni, so that it holds however the looks depend on one another.
+The first, after `FIRST` pairs, spends `EARLY`: it ends the proof where pairs lie much closer together than the margin
+is wide. Else the spread of `ENOUGH_SEEDS` pairs alone, not their mean, tells how many there will be; the second look,
+at all of them, spends the rest. "worse" may be found with fewer, since ending there lets no policy pass.
 """
 
 from __future__ import annotations
@@ -20,26 +21,20 @@ from halfstep.report import counted
 from halfstep.tasks import Task
 from halfstep.tasks.candidates import FP32, Candidate
 from halfstep.tasks.compare import evaluated, started, thinned
-from halfstep.tasks.loops import Training, make_loop
+from halfstep.tasks.loops import Loop, Training, make_loop
 from halfstep.tasks.machine import generators_kept
 from halfstep.tasks.measure import ENOUGH_SEEDS, WITHIN, Difference, difference, finite_mean, student_quantile
 
 POWER = 0.8  # chance with which the planned seeds show a policy to be equivalent that is exactly as good as fp32
-LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes
-
-GAIN = 4.0
-"""Margins that fp32 must gain in a training: with less, a policy that learns nothing could pass for equivalent."""
-
+LEVEL = 0.05  # of each of the two one-sided tests that `difference` makes, both looks together
+FIRST, EARLY = 3, 0.005  # pairs at the first look, and its share of the level
+GAIN = 4.0  # margins that fp32 must gain in a training: with less, a policy that learns nothing could pass
 BASELINE = Candidate(label=FP32, dtype="fp32")
-
 MOST_SEEDS = 1000  # more are never named: the policy lies at the margin, or the margin is too small for this task
 LAST = 10  # the last tenth of the steps is the end of a training, the first tenth its start, where the loss is compared
 
-PATIENCE = 20
-"""Steps in a row whose loss is not finite, after which a training is given up: a loss scale recovers within them."""
-
-FAILURES = (RuntimeError, ValueError, NotImplementedError, MemoryError)
-"""What a candidate may raise: a HalfstepError, a model that cannot run in a format, too little memory."""
+PATIENCE = 20  # steps in a row without a finite loss that end a training: a loss scale recovers within them
+FAILURES = (RuntimeError, ValueError, NotImplementedError, MemoryError)  # what a candidate may raise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,19 +93,19 @@ class Proof:
         return self.verdict in {"equivalent", "better"}
 
 
-def seeds_needed(spread: float, margin: float, mean: float = 0.0) -> int:
+def seeds_needed(spread: float, margin: float, mean: float = 0.0, *, level: float = LEVEL) -> int:
     """Return how many pairs of runs decide with a chance of `POWER`, from `ENOUGH_SEEDS` to `MOST_SEEDS`.
 
     `spread` is the standard deviation of the difference of a pair, and `mean` the true difference: what has to be shown
-    is on which side of the margin it lies.
+    is on which side of the margin it lies, at `level`.
     """
     room = abs(margin - abs(mean))
     if not room > 0.0:
         return MOST_SEEDS
     beyond = statistics.NormalDist().inv_cdf(0.5 + POWER / 2)
-    normal = statistics.NormalDist().inv_cdf(1.0 - LEVEL) + beyond  # Student's quantile is larger
+    normal = statistics.NormalDist().inv_cdf(1.0 - level) + beyond  # Student's quantile is larger
     count = max(ENOUGH_SEEDS, math.floor(min((normal * spread / room) ** 2, MOST_SEEDS)))
-    while count < MOST_SEEDS and (student_quantile(1.0 - LEVEL, count - 1) + beyond) * spread > room * math.sqrt(count):
+    while count < MOST_SEEDS and (student_quantile(1.0 - level, count - 1) + beyond) * spread > room * math.sqrt(count):
         count += 1
     return count
 
@@ -124,39 +119,46 @@ def prove(task: Task, candidate: Candidate, *, seeds: int = 0, **options: Any) -
 
     Equal arguments give equal results, whatever was interrupted in between, if the task is repeatable and the time
     suffices: `runs` are what earlier calls handed to `on_run`, and no training is begun that would not end in time.
-    At least `seeds` pairs are trained; 0: as many as the spread of the pairs asks for. More seeds after an undecided
-    result are a second test: the two together pass a policy at the margin with up to 10 % instead of 5 %. `options` as
-    `_Pairs` takes them.
+    At least `seeds` pairs are trained and looked at once; 0: as many as the spread of the pairs asks for. More seeds
+    after an undecided result are a second test: the two together pass a policy at the margin with up to 10 % instead of
+    5 %. `options` as `_Pairs` takes them.
     """
     pairs = _Pairs(task, candidate, **options)
     fp32 = pairs.reference
-    while len(fp32) < ENOUGH_SEEDS and pairs.add_reference():
+    fewest = FIRST if pairs.by_metric or pairs.bound is not None else ENOUGH_SEEDS  # their spread is the margin
+    while len(fp32) < fewest and pairs.add_to(fp32, BASELINE):
         if not math.isfinite(fp32[-1].value):
             why = fp32[-1].stopped or "the end of the training"
             return pairs.undecided(f"fp32 itself does not end with a finite {pairs.measure}: {why}", -1)
-    if len(fp32) < ENOUGH_SEEDS:
+    if len(fp32) < fewest:
         return pairs.undecided(f"the time was up after {counted(len(fp32), 'training')} of fp32", ENOUGH_SEEDS)
-    pairs.fix_margin()
+    pairs.fix_margin(fewest)
     if flaw := pairs.flaw():
         return pairs.undecided(flaw, -1)
     pairs.planned = max(ENOUGH_SEEDS, seeds)
     while len(pairs.own) < pairs.planned and pairs.add():
         if not math.isfinite(pairs.own[-1].value):
             break
+        if len(pairs.own) == FIRST and not seeds and pairs.spread() > 0.0:  # equal ones tell nothing about chance
+            pairs.level = EARLY
+            if pairs.difference().verdict != "undecided":
+                pairs.planned = FIRST
+                break
+            pairs.level = LEVEL - EARLY
         if len(pairs.own) == ENOUGH_SEEDS:
-            pairs.planned = max(pairs.planned, seeds_needed(pairs.spread(), pairs.margin))
+            pairs.planned = max(pairs.planned, seeds_needed(pairs.spread(), pairs.margin, level=pairs.level))
             missing = pairs.seconds(pairs.planned - ENOUGH_SEEDS)
             if pairs.difference().verdict == "worse" or (missing and missing > pairs.end - pairs.clock()):
                 break
     return pairs.result()
 
 
-def references(task: Task, count: int, **options: Any) -> list[Run]:
-    """Return fp32's trainings with `count` seeds, or fewer if the time is short; `options` as `_Pairs` takes them."""
-    pairs = _Pairs(task, BASELINE, **options)
-    while len(pairs.reference) < count and pairs.add_reference():
+def trainings(task: Task, candidate: Candidate, count: int, **options: Any) -> list[Run]:
+    """Return trainings with the first `count` seeds, fewer if the time is short; `options` as `_Pairs` takes them."""
+    pairs = _Pairs(task, candidate, **options)
+    while len(pairs.own) < count and pairs.add_to(pairs.own, candidate):
         pass
-    return pairs.reference
+    return pairs.own
 
 
 class _Pairs:
@@ -166,10 +168,12 @@ class _Pairs:
         self, task: Task, candidate: Candidate, *, device: str = "cpu", steps: int = 0,
         max_loss_rise: float | None = None, seed: int = 0, seconds: float = math.inf, runs: Sequence[Run] = (),
         on_run: Callable[[Run], None] = lambda run: None, clock: Callable[[], float] = time.monotonic,
+        on_loop: Callable[[Loop], None] = lambda loop: None,
     ) -> None:  # fmt: skip
         self.task, self.candidate, self.device, self.seed = task, candidate, device, seed
         self.steps = steps or task.excerpt_steps
         self.clock, self.end, self.on_run = clock, clock() + seconds, on_run
+        self.on_loop = on_loop  # given the loop of a training with the first seed, at its end
         self.bound, self.by_metric = max_loss_rise, task.metric is not None and max_loss_rise is None
         self.higher = self.by_metric and task.higher_is_better
         self.measure = task.metric_name if self.by_metric else "training loss"
@@ -177,12 +181,12 @@ class _Pairs:
         self.reference: list[Run] = []
         self.own: list[Run] = []
         self.margin, self.margin_from = math.nan, ""
-        self.planned = ENOUGH_SEEDS
+        self.planned, self.level = ENOUGH_SEEDS, LEVEL  # of the last look
         self._known = {run.key: run for run in runs}
         self._policies = {BASELINE: "", candidate: "" if candidate.policy is None else candidate.policy.to_toml()}
 
-    def fix_margin(self) -> None:
-        values = [r.value for r in self.reference]
+    def fix_margin(self, count: int) -> None:
+        values = [r.value for r in self.reference[:count]]
         if self.by_metric:
             self.margin, self.margin_from = self.task.margin_around(statistics.fmean(values)), "the task's own margin"
         elif self.bound is not None:
@@ -204,14 +208,11 @@ class _Pairs:
             )
         return ""
 
-    def add_reference(self) -> bool:
-        return self._add(self.reference, BASELINE)
-
     def add(self) -> bool:
-        ready = len(self.own) < len(self.reference) or self.add_reference()
-        return ready and self._add(self.own, self.candidate)
+        ready = len(self.own) < len(self.reference) or self.add_to(self.reference, BASELINE)
+        return ready and self.add_to(self.own, self.candidate)
 
-    def _add(self, runs: list[Run], candidate: Candidate) -> bool:
+    def add_to(self, runs: list[Run], candidate: Candidate) -> bool:
         key = self._key(candidate, self.seed + len(runs))
         if key not in self._known:
             alike = [run.seconds for run in self._known.values() if run.key[:-1] == key[:-1]]
@@ -244,6 +245,8 @@ class _Pairs:
             skipped = len(loop.skipped())
             if not stopped:
                 value = evaluated(self.task, loop, seed) if self.by_metric else finite_mean(losses[-window:])
+                if seed == self.seed:
+                    self.on_loop(loop)
         except FAILURES as error:
             if candidate.policy is None:
                 raise
@@ -258,7 +261,8 @@ class _Pairs:
 
     def difference(self) -> Difference:
         values = [r.value for r in self.own]
-        return difference(values, [r.value for r in self.reference[: len(values)]], self.margin, higher=self.higher)
+        fp32 = [r.value for r in self.reference[: len(values)]]
+        return difference(values, fp32, self.margin, higher=self.higher, confidence=1.0 - 2.0 * self.level)
 
     def spread(self) -> float:
         return statistics.stdev(a.value - b.value for a, b in zip(self.own, self.reference, strict=False))
@@ -289,15 +293,15 @@ class _Pairs:
         if found.low is None or found.high is None:
             return self.undecided("the time was up after one pair of trainings", missing, found)
         numbers = (
-            f"{self.measure} minus fp32's: {found.mean:+.3g}, 90 % interval [{found.low:+.3g}, "
-            f"{found.high:+.3g}], margin {self.margin:.3g}, {counted(len(self.own), 'seed')}"
+            f"{self.measure} minus fp32's: {found.mean:+.3g}, {100.0 - 200.0 * self.level:.3g} % interval "
+            f"[{found.low:+.3g}, {found.high:+.3g}], margin {self.margin:.3g}, {counted(len(self.own), 'seed')}"
         )
         if found.verdict == "worse" and found.enough:
             return self._proof("worse", numbers, 0, found)
         if missing > 0:
             return self.undecided(numbers, missing, found)
         if found.verdict == "undecided":
-            needed = seeds_needed(self.spread(), self.margin, found.mean)
+            needed = seeds_needed(self.spread(), self.margin, found.mean, level=self.level)
             return self.undecided(numbers, max(1, needed - len(self.own)), found)
         return self._proof("equivalent" if found.verdict == WITHIN else found.verdict, numbers, 0, found)
 

@@ -46,9 +46,9 @@ class Tried:
             each at most 1; 0.0 for fp32, nan if not measured.
         loss_rise: how much higher the training loss ends than fp32's from the same start with the same batches, as a
             fraction of fp32's; inf if it is not finite, nan if not measured.
-        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it), "undecided", "slower" (not
-            cheaper for certain, so that its loss was not judged), "saves" (saves alone, and was judged with other
-            changes), "failed" (an error, no memory) or "unmeasured".
+        verdict: "chosen", "within" (loss rise within the bound), "worse" (beyond it, or gradients far off),
+            "undecided", "slower" (not cheaper for certain, so that its loss was not judged), "saves" (saves alone, and
+            was judged with other changes), "failed" (an error, no memory) or "unmeasured".
     """
 
     label: str  # its name, unique in a search: "fp32", "mixed bf16", "mixed bf16 + 2 rules"
@@ -75,49 +75,27 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """What a search has found.
+    """What a search has found."""
 
-    Attributes:
-        task: name of the task.
-        chosen: the candidate that was chosen.
-        tried: every candidate, fp32 first, then in the order in which they were tried; `chosen` is one of them.
-        target: "time", "memory", or weights such as "0.7:0.3".
-        bound: the largest loss rise that was allowed, a fraction of fp32's loss.
-        bound_from: where the bound is from, in words.
-        proof: the equivalence test of the choice; None if it was not made.
-        proofs: every equivalence test that was made, (label, Proof), in order.
-        control: fp32 over fp32 in the same rounds: what these timings cannot resolve; None if nothing was timed.
-        steps: of the short trainings.
-        seed: of the search.
-        device: device type.
-        machine: what decides the numbers: processor, versions, threads.
-        advice: lines on what no policy can hold: linear_cross_entropy, checkpointing, compile.
-        notes: what the reader should know: what was left out and what is missing for a decision.
-        finished: whether the search came to its end; not after Ctrl-C or when the time was up.
-        interrupted: whether Ctrl-C ended it.
-        seconds: that the search took, all its parts together.
-        command: the command line that made it, "" from Python.
-    """
-
-    task: str
-    chosen: Tried
-    tried: tuple[Tried, ...]
-    target: str
-    bound: float
-    bound_from: str
-    proof: Proof | None
-    proofs: tuple[tuple[str, Proof], ...] = ()
-    control: Ratio | None
-    steps: int
-    seed: int
-    device: str
-    machine: dict[str, Any] = field(hash=False)
-    advice: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    finished: bool = True
-    interrupted: bool = False
-    seconds: float = 0.0
-    command: str = ""
+    task: str  # name of the task
+    chosen: Tried  # the candidate that was chosen
+    tried: tuple[Tried, ...]  # every candidate, fp32 first, then in the order in which they were tried
+    target: str  # "time", "memory", or weights such as "0.7:0.3"
+    bound: float  # the largest loss rise that was allowed, a fraction of fp32's loss
+    bound_from: str  # where the bound is from, in words
+    proof: Proof | None  # the equivalence test of the choice; None if it was not made
+    proofs: tuple[tuple[str, Proof], ...] = ()  # every equivalence test that was made, (label, Proof), in order
+    control: Ratio | None  # fp32 over fp32 in the same rounds: what timings cannot resolve; None if nothing was timed
+    steps: int  # of the short trainings
+    seed: int  # of the search
+    device: str  # device type
+    machine: dict[str, Any] = field(hash=False)  # what decides the numbers: processor, versions, threads
+    advice: tuple[str, ...] = ()  # lines on what no policy can hold: linear_cross_entropy, checkpointing, compile
+    notes: tuple[str, ...] = ()  # what the reader should know: what was left out and what is missing for a decision
+    finished: bool = True  # whether the search came to its end; not after Ctrl-C or when the time was up
+    interrupted: bool = False  # whether Ctrl-C ended it
+    seconds: float = 0.0  # that the search took, all its parts together
+    command: str = ""  # the command line that made it, "" from Python
 
     @property
     def policy(self) -> hs.Policy:
@@ -173,11 +151,10 @@ METHOD = (
     "Loss rise: how much higher the training loss ends than fp32's from the same start with the same batches.",
     "Error of the gradients: relative, against fp32 on the same weights and batches; the mean over the parameters, "
     "each at most 1.",
-    "Proof: fp32 is trained with several seeds, which fix the margin. Then the policy is trained from the same starts. "
-    "Equivalent: the 90 % interval of the difference lies inside the margin (two one-sided tests, each at 5 %). The "
-    "number of seeds follows from the spread of the first pairs, not from their mean, and the test is made once.",
-    "When a candidate fails the proof, the next one is tested; each test alone lets a policy at the margin pass in 5 % "
-    "of the cases.",
+    "Proof: trainings of fp32 fix the margin, then the policy is trained from the same starts. Equivalent: the "
+    "interval of the difference lies inside the margin (two one-sided tests, each at 5 %, a tenth of which a look at "
+    "the first pairs may spend). Their number follows from the spread of the pairs, not from their mean. Where a "
+    "candidate fails, the next is tested; each test alone lets a policy at the margin pass in 5 % of the cases.",
 )
 
 
@@ -425,7 +402,7 @@ def _interval(tuning: Tuning, chosen: Proof) -> doc.Figure | None:
         return None
     return doc.Figure(
         "Difference from fp32",
-        f"Mean difference of the pairs and its 90 % interval; inside the margin it counts as none. "
+        f"Mean difference of the pairs and its interval; inside the margin it counts as none. "
         f"Margin: {chosen.margin_from}.",
         "Difference from fp32 with its interval, beside the margin.",
         doc.DotChart(f"{chosen.measure} minus fp32's", tuple(dots), chosen.margin),

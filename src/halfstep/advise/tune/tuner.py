@@ -6,11 +6,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 import halfstep as hs
+from halfstep.advise.tune.calibration import Calibration
 from halfstep.advise.tune.lab import Lab, Progress
 from halfstep.advise.tune.result import TuneError, Tuning, size
 from halfstep.advise.tune.search import Search, Weights
@@ -22,7 +24,7 @@ from halfstep.tasks.task import Task
 
 FORMATS = ("bf16", "fp16")
 
-ALL = 35.0  # short trainings of a whole search, roughly
+ALL = 25.0  # short trainings of a whole search, roughly
 LARGE = 0.15  # share of the bytes kept for the backward pass that is worth a line of code
 OFTEN = 3  # modules of one class beside one another that count as blocks
 
@@ -98,6 +100,7 @@ def tune(
         )  # fmt: skip
         steps = lab.steps()
         search = Search(lab, weights, steps, bound=max_loss_rise, dtypes=formats, seeds=seeds, compile=compile)
+        search.on_choice = lambda: lab.say(found=_result(search, target))
         try:
             reference = lab.reference(steps, max_loss_rise)
             if reference is None:
@@ -121,10 +124,11 @@ def tune(
 def _result(search: Search, target: str) -> Tuning:
     lab = search.lab
     proof = next((proof for label, proof in search.proofs if label == search.best), None)
-    chosen = search.set(search.best, verdict="chosen", reason=search.reason(proof))
+    chosen = replace(search[search.best], verdict="chosen", reason=search.reason(proof))
+    tried = tuple(chosen if one.label == search.best else one for one in search.measured())
     where_from = "max_loss_rise" if search.given is not None else "fp32's spread from seed to seed"
     return Tuning(
-        task=lab.task.name, chosen=chosen, tried=search.measured(), target=target, bound=search.bound,
+        task=lab.task.name, chosen=chosen, tried=tried, target=target, bound=search.bound,
         bound_from=where_from, proof=proof, proofs=tuple(search.proofs), control=search.control, steps=search.steps,
         seed=lab.seed, device=lab.device, machine=machine(), advice=tuple(_advice(search)), notes=tuple(search.notes),
         finished=search.finished, interrupted=search.interrupted, seconds=lab.spent,
@@ -135,7 +139,7 @@ def _advice(search: Search) -> Iterator[str]:
     best, lab = search[search.best], search.lab
     if not best.saved_bytes:
         return
-    spots = lab.known_calibration(search.candidate(search.best), search.steps).spots
+    spots = search.audits.get(search.best, Calibration()).spots
     if any(spot.op == "cross_entropy" for spot in spots):
         last = next((spot for spot in reversed(spots) if spot.op == "linear"), None)
         if last is not None and last.bytes > LARGE * best.saved_bytes:
