@@ -314,8 +314,8 @@ def edit_weights(model: ModelT) -> Iterator[ModelT]:
 
     Inside, `model.parameters()` and ``module.weight`` are the fp32 values; changes made under `torch.no_grad` reach the
     low weights when the block ends, also when it ends with an exception. Without low parameters it is the model itself.
-    Functions of a low weight and of its ``.data`` change its fp32 value outside of the block too; what writes by another
-    way (`torch.ops`, a kernel, a collective) belongs here. The model's optimizers do not step inside.
+    Functions of a low weight and of its ``.data`` change its fp32 value outside of the block too; what writes by
+    another way (`torch.ops`, a kernel, a collective) belongs here. The model's optimizers do not step inside.
 
     Raises:
         BindError: the model is not prepared.

@@ -50,9 +50,9 @@ TORCH_OPS = (OpOverload, OpOverloadPacket)
 NOTES = "_halfstep_notes"
 OURS = (str(Path(__file__).parent.parent), str(Path(nn.utils.__file__).parent))
 """Where functions get what is stored: halfstep, and torch's parametrizations, whose parts have one format."""
-GETTER = type(Tensor.grad.__get__)  # of an attribute
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
+GETTER = type(_get)  # of an attribute
 
 SHAPES = frozenset(
     "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ resize_as_sparse_ set_ share_memory_ "
@@ -469,7 +469,7 @@ def by_hand(on: bool) -> None:
 
     For all threads: while one is in a forward pass, others see what is stored. See note [by hand].
     """
-    WatchedParameter.__torch_function__ = BY_HAND if on else disabled_torch_function_impl  # type: ignore[method-assign]
+    WatchedParameter.__torch_function__ = BY_HAND if on else disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def as_stored(function: Callable[P, R]) -> Callable[P, R]:
