@@ -68,7 +68,6 @@ from halfstep.policy.scale_rule import ScaleRule
 from halfstep.torch_private.compiler import DYNAMO, is_fx_symbolic_tracing, mark_constant
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import (
-    DisableTorchFunctionSubclass,
     get_tracing_state,
     is_in_torch_dispatch_mode,
     len_torch_function_stack,
@@ -329,8 +328,7 @@ def _has_left(binding: Binding, module: nn.Module) -> bool:
         return False
     if binding.held is None:
         binding.held = [part._parameters for part in module.modules() if part._parameters]
-    with DisableTorchFunctionSubclass():
-        return not all(p is None or p.is_cpu for own in binding.held for p in own.values())
+    return not all(p is None or p.is_cpu for own in binding.held for p in own.values())
 
 
 def _enter(

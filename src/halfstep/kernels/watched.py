@@ -182,10 +182,12 @@ class WatchedParameter(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ours = type(func) is GETTER or is_dynamo_compiling() or _getframe(1).f_code.co_filename.startswith(OURS)
-        with DisableTorchFunctionSubclass():
-            if ours:
+        if is_dynamo_compiling():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if type(func) is GETTER or _getframe(1).f_code.co_filename.startswith(OURS):
+            return disabled_torch_function_impl(func, types, args, *([kwargs] if kwargs else ()))
+        with DisableTorchFunctionSubclass():
             if _is_by_hand(func, types, args, kwargs):
                 return _call(func, args, kwargs)
         try:
