@@ -4,8 +4,8 @@ A step keeps a copy for a window of several micro-batches: ``parameter.to(dtype)
 first use in the window and dropped before the update. With one micro-batch a window there are none: torch.autocast
 casts each weight at its first use, and each low weight goes with the last node of the graph that has saved it.
 
-A prepared model keeps copies, 2 bytes an element, while gradients are off; a forward pass that records gradients drops
-them (`serving`).
+A prepared model keeps copies of convolutions and of large matrices, 2 bytes an element, while gradients are off; a
+forward pass that records gradients drops them (`serving`).
 
 Note [stale copies]: a copy serves as long as version and address of its parameter stay. A write through ``.data`` or by
 another process changes neither. In a step's window the mode of a region handles the read of the attribute (`touched`);
@@ -49,6 +49,7 @@ from halfstep.torch_private.modules import conv_forward
 Forward = Callable[..., Any]
 
 SMALL = 1 << 13  # elements below which a CPU casts a weight anew as fast as a copy is found
+LARGE = 1 << 23  # of a matrix: below, a CPU casts it as fast as a model that serves finds its copy unchanged
 
 PLACES = 32  # values of a parameter by which a new order of them is noticed; read in half a microsecond
 
@@ -103,13 +104,16 @@ class Copies:
     ) -> None:
         device, dtype, on = recipe.devices[0]
         least = SMALL if device == "cpu" else 1  # a launch costs more than a small cast
+        matrix = LARGE if serving else least  # a convolution's cast costs more
         self.sums, self.serving, self.task, self.device, self.dtype = sums, serving, -1, device, dtype
         self._members: dict[int, nn.Parameter] = {}
         if on and dtype is not torch.float32:
             self._members = {
                 id(p): p
                 for p in parameters
-                if (type(p) is nn.Parameter or is_fake(p)) and p.device.type == device and p.numel() >= least
+                if (type(p) is nn.Parameter or is_fake(p))
+                and p.device.type == device
+                and p.numel() >= (least if p.dim() > 2 else matrix)
                 if not p.is_inference()  # without a version
             }
         self._copies: dict[int, _Copy] = {}

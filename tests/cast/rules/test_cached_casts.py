@@ -251,6 +251,12 @@ def test_a_weight_that_is_frozen_for_a_while_gets_its_gradient(dtype: str) -> No
 # ------------------------------------------------------------------ a model that is called without gradients
 
 
+@pytest.fixture(autouse=True)
+def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that serves keeps copies of the small matrices of these tests."""
+    monkeypatch.setattr(copies, "LARGE", 0)
+
+
 def serving(policy: str = "mixed") -> nn.Module:
     """A prepared model with a weight of 100 x 100, large enough for a copy."""
     torch.manual_seed(0)
@@ -276,6 +282,18 @@ def test_weights_are_cast_once_for_all_calls_without_gradients(without: Any, fro
     with without():
         model(x)
     assert lows(model) == first and len(first) == 2
+
+
+def test_a_copy_of_a_matrix_is_kept_where_it_costs_less_than_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    net = nn.Sequential(nn.Conv2d(32, 32, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 1000, bias=False))
+    net.append(nn.Linear(1000, copies.LARGE // 1000 + 1, bias=False))
+    model = hs.prepare(net, policy=hs.Policy.of("mixed", dtype="bf16"))
+    with torch.no_grad():
+        model(torch.randn(1, 32, 4, 4))
+    kept = binding_of(model).kept  # type: ignore[union-attr]
+    assert kept is not None
+    assert sorted(copy.low.numel() for copy in kept._copies.values()) == [net[0].weight.numel(), net[4].weight.numel()]  # type: ignore[union-attr]
 
 
 def test_a_call_with_gradients_drops_them_and_gives_the_gradients_of_one_without_copies() -> None:
