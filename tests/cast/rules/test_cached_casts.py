@@ -254,7 +254,7 @@ def test_a_weight_that_is_frozen_for_a_while_gets_its_gradient(dtype: str) -> No
 @pytest.fixture(autouse=True)
 def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that serves keeps copies of the small matrices of these tests."""
-    monkeypatch.setattr(copies, "LARGE", 0)
+    monkeypatch.setattr(copies, "LARGE", copies.SMALL)
 
 
 def serving(policy: str = "mixed") -> nn.Module:
