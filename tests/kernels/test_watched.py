@@ -37,7 +37,7 @@ class Kept(Owner):
     """Keeps the fp32 value of one parameter, and what was asked of it."""
 
     def __init__(self, wide: Tensor) -> None:
-        super().__init__(in_region=lambda: self.computing)
+        super().__init__(in_forward=lambda: self.computing)
         self.wide, self.heard, self.computing, self.gone = wide, list[Any](), False, False
 
     def __contains__(self, parameter: object) -> bool:
@@ -241,7 +241,7 @@ def test_layers_makers_kernels_and_hooks_get_the_low_tensor_itself() -> None:
     loss.backward()
     handle.remove()
     assert torch.equal(gradient, parameter.grad) and len(heard) == 2 and owner.heard == []
-    assert torch.sum(parameter).dtype is BF16  # with gradients: what modules compute
+    assert torch.mul(x.unsqueeze(1), parameter).dtype is (x * parameter[0]).dtype is BF16  # what modules compute
 
 
 def test_it_sees_low_tensors_as_they_are_where_that_is_asked_for_also_after_an_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -252,7 +253,8 @@ def test_the_largest_that_rounds_down_is_taken() -> None:
     with torch.no_grad():
         model.weight[0, 0] = 65519.0
     hs.prepare(model, policy=hs.Policy.of("O2", dtype="fp16"))
-    assert model.weight[0, 0] == 65504.0 and model.state_dict()["weight"][0, 0] == 65519.0
+    stored = torch.ops.aten.clone(model.weight)
+    assert stored[0, 0] == 65504.0 and model.weight[0, 0] == model.state_dict()["weight"][0, 0] == 65519.0
 
 
 @pytest.mark.parametrize("master", ["master", "kahan", "stochastic"])
@@ -371,3 +373,89 @@ def test_functions_of_torch_read_fp32_values_after_any_pass_and_low_ones_in_it(o
     with torch.no_grad():
         model(x)
     assert norm_is_exact() and set(model.seen) == {BF16}
+
+
+# ------------------------------------------------------------------ with gradients: penalties in a loss
+
+PENALTIES: dict[str, Callable[[list[Any], list[Tensor]], Tensor]] = {
+    "(p - old) ** 2": lambda ps, olds: sum(((p - o) ** 2).sum() for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
+    "old - p": lambda ps, olds: sum((o - p).square().sum() for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
+    "torch.sub": lambda ps, olds: sum(torch.sub(o, p).pow(2).sum() for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
+    "p.float()": lambda ps, olds: sum((p.float() - o).norm() ** 2 for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
+    "mse_loss": lambda ps, olds: sum(
+        nn.functional.mse_loss(p, o, reduction="sum") for p, o in zip(ps, olds, strict=True)
+    ),  # type: ignore[misc]
+    "dist": lambda ps, olds: sum(torch.dist(p, o) ** 2 for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
+    "vector": lambda ps, olds: (nn.utils.parameters_to_vector(ps) - nn.utils.parameters_to_vector(olds)).square().sum(),
+    "flattened": lambda ps, olds: (
+        (torch.cat([p.flatten() for p in ps]) - torch.cat([o.flatten() for o in olds])).square().sum()
+    ),
+    "rows": lambda ps, olds: sum(
+        ((a - b) ** 2).sum() for p, o in zip(ps, olds, strict=True) for a, b in zip(p, o, strict=True)
+    ),  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
+@pytest.mark.parametrize("name", ["O2", "pure"])
+@pytest.mark.parametrize("where", ["loop", "region", "step", "suspended", "evaluate"])
+def test_a_penalty_on_weights_reads_their_fp32_values_and_has_its_gradient(penalty: Any, name: str, where: str) -> None:
+    """Elastic weight consolidation, FedProx: what weights have moved is far below the spacing of a low format."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    exact = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    seen: list[Tensor] = []
+
+    def loss_fn(net: nn.Module, x: Tensor) -> Tensor:
+        net(x)
+        with hs.suspended() if where == "suspended" else nullcontext():
+            loss = penalty(list(model.parameters()), olds)
+        seen.append(loss.detach())
+        return loss
+
+    step = hs.TrainStep(model, optimizer, loss_fn, policy=policy(name=name))
+    olds = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+            p.mul_(1 + 2e-4)
+            q.mul_(1 + 2e-4)
+    wanted = penalty(list(exact.parameters()), [o.clone() for o in olds])
+    wanted.backward()
+    x = torch.randn(4, 8)
+    if where == "evaluate":
+        step.evaluate(x)
+    elif where in ("step", "suspended"):
+        step(x)
+    else:
+        with hs.autocast("cpu", dtype=BF16) if where == "region" else nullcontext():
+            loss = loss_fn(model, x)
+        loss.backward()
+        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.float(), q.grad, rtol=2**-7, atol=1e-8)  # type: ignore[union-attr]
+    torch.testing.assert_close(seen[0].float(), wanted.detach(), rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["O2", "pure"])
+def test_what_layers_have_made_meets_low_weights_and_parts_lead_to_their_gradients(name: str) -> None:
+    model = hs.prepare(nn.Linear(8, 8), policy=policy(name=name))
+    low = torch.randn(4, 8).bfloat16()
+    assert (low * model.weight[0]).dtype is (low @ model.weight.T).dtype is BF16
+    node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
+    assert node.variable is model.weight  # as DistributedDataParallel asks
+    first = model.weight[0]
+    (gradient,) = torch.autograd.grad((first * first).sum(), first)
+    assert torch.equal(gradient, (2 * model.state_dict()["weight"][0]).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["O2", "pure"])
+def test_fast_weights_of_a_model_learn_below_the_spacing_of_the_low_format(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = hs.prepare(nn.Linear(8, 8), policy=policy(name=name)), torch.randn(4, 8)
+    loss = model(x).float().square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    fast = {key: p - 1e-4 * g for (key, p), g in zip(model.named_parameters(), gradients, strict=True)}
+    for (key, p), g in zip(model.state_dict().items(), gradients, strict=True):
+        assert torch.equal(fast[key], p - (1e-4 * g).float())
+    torch.func.functional_call(model, fast, (x,)).float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -36,7 +36,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import lru_cache, update_wrapper
+from functools import lru_cache, partial, update_wrapper
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -57,7 +57,7 @@ from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, op
 from halfstep.cast.regions.recompute import mark_checkpoints, saved_tensor_hooks
 from halfstep.cast.rules.handlers import norm_forward
 from halfstep.cast.rules.recipe import LAYERS, Recipe, call_traced, recipe_for, run_eagerly, unruled
-from halfstep.cast.state import STATE
+from halfstep.cast.state import STATE, HandCode, in_forward
 from halfstep.errors import BindError
 from halfstep.formats import DTYPES, LOW_DTYPES, POLICY_DTYPES
 from halfstep.kernels.watched import by_hand, owner_of, unwatch
@@ -335,6 +335,15 @@ def _enter(
     binding: Binding, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, *, method: bool = False
 ) -> Any:
     state = STATE
+    if type(code := state.bound) is HandCode:
+        state.bound = code.bound
+        try:
+            by_hand(False)
+            run = forward if method else partial(binding.methods["forward"], binding)
+            return run(*((module, *args) if method else args), **kwargs)
+        finally:
+            by_hand(True)
+            state.bound = code
     if binding.home is not None and state.bound not in binding.home:
         return forward(module, *args, **kwargs)
     store = binding.store
@@ -389,7 +398,7 @@ def _enter(
                 close_recipe(region, failing=failing)
             finally:
                 abandon(region.frame)
-                if low and not state.frames:
+                if low and not in_forward():
                     by_hand(True)
     if output is None:
         return result
@@ -448,7 +457,7 @@ def _enter_compiled(
 ) -> Any:
     """Do what `_enter` does, in constructs that Dynamo traces."""
     state = STATE
-    outer = state.bound
+    outer = state.bound.bound if type(state.bound) is HandCode else state.bound
     if binding.home is not None and outer not in binding.home:
         return forward(module, *args, **kwargs)
     if binding.astray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.mode: RuleMode | None = None  # of the innermost region; those of outer regions, on torch's stack, are off
-        self.bound: Any = None  # the innermost recipe opened by a bound module or a training step
+        self.bound: Any = None  # the innermost recipe opened by a bound module or a training step, or `HandCode`
         self.statistics: Any = None  # `Statistics` of the running training step: prepared models are added to it
         self.frames: list[Any] = []  # the open regions, innermost last
         self.casts: dict[Hashable, Any] = {}  # the low tensors that `dispatch` caches until the outermost region ends
@@ -28,6 +29,21 @@ class _State(threading.local):
 STATE = _State()
 
 
-def in_region() -> bool:
-    """Return whether a region is open in this thread."""
-    return bool(STATE.frames)
+class HandCode:
+    """What `STATE.bound` is where a user's code runs, and no module's forward, in a region that would make it `bound`.
+
+    In the loss function of a step whose parameters are low: by hand it reads their fp32 values (`kernels.watched`).
+    """
+
+    __slots__ = ("bound",)
+
+    def __init__(self, bound: Any) -> None:
+        self.bound = bound
+
+
+hand_code = functools.cache(HandCode)  # one for a recipe: compiled code is guarded by it
+
+
+def in_forward() -> bool:
+    """Return whether the forward pass of a prepared model runs in this thread."""
+    return STATE.bound is not None and type(STATE.bound) is not HandCode

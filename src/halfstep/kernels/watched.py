@@ -3,13 +3,14 @@
 A low parameter has an owner (a weight store), which keeps its fp32 value. The class of such a parameter becomes
 `WatchedParameter`: its in-place methods (`WRITES`) change the fp32 value, which is then rounded into the low weight.
 ``.data`` and `detach` give a `WeightTensor`, whose functions do the same. Operators and functions in `READS` read fp32
-values: outside of regions, where no policy says in which format they compute. A copy of a low parameter (`clone`,
-`copy.deepcopy`, ``detach().to(device)``) has its fp32 value, and averages that are computed with such a copy read fp32
-values. Forward and backward passes of prepared models, and functions that torch.compile traces, see low tensors.
+values. A copy of a low parameter (`clone`, `copy.deepcopy`, ``detach().to(device)``) has its fp32 value, and averages
+that are computed with such a copy read fp32 values. Forward and backward passes of prepared models, which compute in
+the formats of a policy, and functions that torch.compile traces, see low tensors. A loss function is no forward pass: a
+penalty of weights in it reads fp32 values, and its gradient flows to the low ones.
 
 Note [by hand]: torch calls ``__torch_function__`` of a class for each function and attribute of its tensors, which
 takes microseconds. So `by_hand` switches it: it is off in forward passes of models with low weights and in calls of a
-training step, and on between them, where a user's code is all that runs. Files in `OURS` see what is stored.
+training step but for its loss function, and on where a user's code is all that runs. Files in `OURS` see what is stored.
 
 What writes into the memory of a low parameter by another way (an operator of `torch.ops`, a kernel) changes low values;
 its owner compares version counters to notice it.
@@ -25,11 +26,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from sys import _getframe
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.utils import parametrize
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.torch_fused import is_dense
@@ -48,11 +51,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 TORCH_OPS = (OpOverload, OpOverloadPacket)
 NOTES = "_halfstep_notes"
-OURS = (str(Path(__file__).parent.parent), str(Path(nn.utils.__file__).parent))
-"""Where functions get what is stored: halfstep, and torch's parametrizations, whose parts have one format."""
+COMPILED = "<eval_with_key>"  # the file of what torch.fx generates
+OURS = (str(Path(__file__).parent.parent), str(Path(nn.utils.__file__).parent), COMPILED)
+"""Where functions get what is stored: halfstep, torch's parametrizations, whose parts have one format, and graphs."""
+PARAMETRIZE = parametrize.__file__
+RULES = str(Path(__file__).parent.parent / "cast" / "rules" / "dispatch.py")  # calls functions of a user
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 GETTER = type(_get)  # of an attribute
+TURNED: frozenset[Any] = frozenset({Tensor.T, Tensor.mT, Tensor.H, Tensor.mH})  # attributes that are views
 
 SHAPES = frozenset(
     "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ resize_as_sparse_ set_ share_memory_ "
@@ -74,13 +81,15 @@ COPIES = CASTS | frozenset("__deepcopy__ clone contiguous detach".split())
 """Functions that give the same values again."""
 READS = frozenset(
     "__abs__ __add__ __mul__ __neg__ __pow__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ "
-    "__truediv__ abs add addcdiv addcmul clamp clamp_max clamp_min clip clone dist div divide exp lerp log maximum "
-    "mean minimum mul multiply neg negative norm pow rsub sqrt square sub subtract sum true_divide".split()
+    "__truediv__ abs add addcdiv addcmul cdist clamp clamp_max clamp_min clip clone cosine_similarity dist div divide "
+    "exp huber_loss l1_loss lerp log maximum mean minimum mse_loss mul multiply neg negative norm pairwise_distance "
+    "pow rsub smooth_l1_loss sqrt square sub subtract sum true_divide".split()
 )
 """Functions that read fp32 values by hand, also beside other low tensors: arithmetic in any format."""
 NUMBERS = frozenset("__array__ __float__ allclose equal isclose item tolist".split())
 METHODS = READS | frozenset(
-    "amax amin cos cumsum diff erf expm1 fliplr flipud flip gather index_select kthvalue log10 log1p log2 logsumexp "
+    "amax amin cos cumsum diff erf expm1 fliplr flipud flip gather index_select kthvalue log10 log1p log2 log_softmax "
+    "logsumexp "
     "masked_fill masked_select max median min nan_to_num nansum prod quantile reciprocal renorm repeat "
     "repeat_interleave roll rot90 round rsqrt sigmoid sign sin softmax sort std take take_along_dim tanh tile topk "
     "trace tril triu unique var where".split()
@@ -98,10 +107,10 @@ VIEWS = frozenset(
 
 
 class Owner(ABC):
-    """What keeps the fp32 values of low parameters; `in_region` returns whether this thread is in a region."""
+    """What keeps the fp32 values of low parameters; `in_forward`: whether one of a model runs in this thread."""
 
-    def __init__(self, in_region: Callable[[], bool]) -> None:
-        self.in_region = in_region
+    def __init__(self, in_forward: Callable[[], bool]) -> None:
+        self.in_forward = in_forward
         self.loading = False  # whether parameters are being filled: see `loaded`
         self.names: dict[int, str] = {}
         self.versions: dict[int, int] = {}  # of low weights when they were last known to be what their owner wrote
@@ -141,7 +150,7 @@ class Owner(ABC):
 
     def computes(self) -> bool:
         """Return whether operators run in formats of a policy: in a forward or backward pass."""
-        return self.in_region() or current_graph_task_id() != -1
+        return self.in_forward() or current_graph_task_id() != -1
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
@@ -179,13 +188,18 @@ class WatchedParameter(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if is_dynamo_compiling():
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if type(func) is GETTER or _getframe(1).f_code.co_filename.startswith(OURS):
+        if type(func) is GETTER:
+            stored = getattr(func, "__self__", None) not in TURNED
+        else:
+            caller = _getframe(1).f_code.co_filename
+            stored = caller.startswith(OURS) and caller != RULES
+        if stored:
             return disabled_torch_function_impl(func, types, args, *([kwargs] if kwargs else ()))
         with DisableTorchFunctionSubclass():
             if _is_by_hand(func, types, args, kwargs):
@@ -392,6 +406,14 @@ def _source(value: Any) -> Tensor | None:
     return value if type(value) is WatchedParameter and _owner(value) is not None else None
 
 
+def _sources(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [source for value in tensors if (source := _source(value)) is not None]
+
+
+def _computes(tensors: Iterable[Tensor]) -> bool:
+    return any(owner_of(source).computes() for source in _sources(tensors))  # type: ignore[union-attr]  # a source has one
+
+
 def _read(parameter: Any) -> Tensor:
     """Return the fp32 value of a low parameter, or the values of a copy, as a new tensor."""
     owner = _owner(parameter)
@@ -409,13 +431,12 @@ def _fp32(value: Any) -> Any:
     if source is None:
         return value.float() if _is_low(value) else value
     owner: Any = _owner(source)
-    wide: Tensor = owner.value(source).detach()
-    if value is source and source.requires_grad and torch.is_grad_enabled():
-        linked = Tensor.float(source)
-        with torch.no_grad():
-            linked.copy_(wide)
-        return linked
-    return _part(wide, value, source)
+    wide = _part(owner.value(source).detach(), value, source)
+    if not value.requires_grad or not torch.is_grad_enabled():
+        return wide
+    linked = Tensor.float(value)
+    with torch.no_grad():
+        return linked.copy_(wide)
 
 
 def _part(whole: Tensor, alias: Tensor, source: Tensor) -> Tensor:
@@ -439,7 +460,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name == "detach" and type(first) is WeightTensor:
         return _derived(func(first), source=first.__dict__.get("source"), counted=first.__dict__.get("counted"))
     tensors = tensors_in((args, kwargs))
-    sources = [source for value in tensors if (source := _source(value)) is not None]
+    sources = _sources(tensors)
     copies = not all("source" in value.__dict__ for value in tensors if type(value) is WeightTensor)
     if not copies:
         if not sources or not all(_reads_fp32(source, tensors) for source in sources):
@@ -448,7 +469,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             found = map_tensors(func(*args, **kwargs), lambda made: _alias(made, first))
             if name == "__get__" or any(type(made) is WeightTensor for made in tensors_in(found)):
                 return found
-        if not (name in READS | COPIES or _reads_only(name, tensors)):
+        if not (name in READS | COPIES or _reads_only(name, tensors)) or not _moves(tensors):
             return func(*args, **kwargs)
     if name not in COPIES:
         found = func(*map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
@@ -498,17 +519,31 @@ def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
     if isinstance(func, TORCH_OPS) or not OWN.issuperset(types):
         return False
     tensors = tensors_in((args, kwargs))
-    sources = [source for value in tensors if (source := _source(value)) is not None]
-    if not sources or any(_owner(source).computes() for source in sources):  # type: ignore[union-attr]
+    sources = _sources(tensors)
+    if not sources or _computes(tensors):
         return False
     if _written(func, args, kwargs) is not None:
         return True
-    if torch.is_grad_enabled():
-        return False
     name = func.__name__.removeprefix("_foreach_")
     if args and type(args[0]) is WatchedParameter and getattr(Tensor, name, None) is func:
         return name in PRODUCTS and len(sources) == len(tensors)
-    return name in READS or len(sources) == len(tensors)
+    return (name in READS or len(sources) == len(tensors)) and _moves(tensors)
+
+
+def _moves(tensors: list[Tensor]) -> bool:
+    """Return whether arithmetic with low parameters is by hand: with gradients on, no layer's and no parametrization's.
+
+    Low tensors of a weight's shape are what moves it: a gradient, another weight. Others are what layers have made.
+    """
+    if not torch.is_grad_enabled():
+        return True
+    shapes = {value.shape for value in tensors if _source(value) is not None}
+    if not all(value.shape in shapes for value in tensors if _is_low(value)):
+        return False
+    frame: FrameType | None = _getframe(1)
+    while frame is not None and frame.f_code.co_filename != PARAMETRIZE:
+        frame = frame.f_back
+    return frame is None
 
 
 OWN = frozenset({Tensor, nn.Parameter, WatchedParameter, WeightTensor})
@@ -526,7 +561,7 @@ def _alias(made: Tensor, of: Any) -> Tensor:
 
 def _reads_only(name: str, tensors: list[Tensor]) -> bool:
     """Return whether a function of aliases only reads: no layer's, with other low tensors, and no ``zeros_like``."""
-    if name.startswith("new_") or name.endswith(("_like", "type_as", "_type", "numpy")):
+    if name == "grad" or name.startswith("new_") or name.endswith(("_like", "type_as", "_type", "numpy")):
         return False
     return not any(_is_low(value) and _source(value) is None for value in tensors)
 
@@ -540,7 +575,11 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _derived(values: Tensor, **attributes: Any) -> Tensor:
-    made: Tensor = values.as_subclass(WeightTensor)
+    if values.grad_fn is None:
+        made: Tensor = values.as_subclass(WeightTensor)
+    else:  # a view that a user has made: its node stays the last, which some follow to `AccumulateGrad`
+        made = values
+        made.__class__ = WeightTensor
     made.__dict__.update({name: value for name, value in attributes.items() if value is not None})
     return made
 
@@ -621,6 +660,11 @@ def written(*values: Any) -> Iterator[list[Any]]:
         ]
 
 
+def _is_compiled() -> bool:
+    """Return whether torch.compile traces, or runs, what called the method that asks."""
+    return is_dynamo_compiling() or _getframe(2).f_code.co_filename.startswith(COMPILED)
+
+
 def _method(name: str) -> Any:
     plain = getattr(Tensor, name)
 
@@ -633,11 +677,12 @@ def _method(name: str) -> Any:
 
     @wraps(plain)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or (torch.is_grad_enabled() and name != "clone"):
-            return plain(self, *args, **kwargs)  # with gradients: what modules and their parametrizations compute
-        owner = _owner(self)
-        if owner is None and NOTES in self.__dict__:
+        if _is_compiled() or ((owner := _owner(self)) is None and NOTES in self.__dict__):
             return plain(self, *args, **kwargs)
+        if torch.is_grad_enabled() and name != "clone":
+            tensors = tensors_in((self, args, kwargs))
+            if not _sources(tensors) or _computes(tensors) or not _moves(tensors):
+                return plain(self, *args, **kwargs)  # what modules compute
         if name in CASTS or (owner is not None and not _reads_fp32(self, (self, args, kwargs))):
             found = plain(self, *args, **kwargs)
             if name not in CASTS or owner is None or not isinstance(found, Tensor) or _is_low(found):
@@ -652,8 +697,7 @@ def _method(name: str) -> Any:
 
     @wraps(plain)
     def view(self: Any, *args: Any, **kwargs: Any) -> Any:
-        linked = torch.is_grad_enabled() and name not in NUMBERS  # to the parameter, by autograd
-        if is_dynamo_compiling() or linked or (owner := _owner(self)) is None or owner.computes():
+        if _is_compiled() or (owner := _owner(self)) is None or owner.computes():
             return plain(self, *args, **kwargs)
         with DisableTorchFunctionSubclass():
             return _call(plain, (self, *args), kwargs)

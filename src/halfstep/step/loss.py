@@ -34,8 +34,9 @@ from halfstep.binding.wrappers import unwrap
 from halfstep.cast.regions import dtype_errors
 from halfstep.cast.regions.opening import opened
 from halfstep.cast.rules.recipe import Recipe
-from halfstep.cast.state import STATE
+from halfstep.cast.state import STATE, hand_code
 from halfstep.errors import BatchError, HalfstepError, StepError, did_you_mean
+from halfstep.kernels.watched import by_hand
 from halfstep.step.part import Batch
 from halfstep.torch_private.compiler import counters, functorch_settings
 from halfstep.trees import graph_of, inputs, map_tensors, place
@@ -90,6 +91,16 @@ class Loss(NamedTuple):
         return (self.sum / torch.where(weight > 0, weight, 1.0), self.aux), weight
 
 
+def run_by_hand(loss_fn: Callable[..., Any], recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
+    """Call the loss function of a model with low parameters, whose fp32 values it reads by hand."""
+    STATE.bound = hand_code(recipe)
+    try:
+        by_hand(True)
+        return loss_fn(*args, **kwargs)
+    finally:
+        STATE.bound = recipe
+
+
 def evaluate(
     model: nn.Module, loss_fn: Callable[..., Any], recipe: Recipe, batch: tuple[Any, ...], named: dict[str, Any]
 ) -> Any:
@@ -101,6 +112,8 @@ def evaluate(
             model.eval()
         with torch.no_grad(), opened(recipe):
             STATE.bound = recipe  # the model is inside, as in a step: its outputs are not cast
+            if recipe.policy.params == "low":
+                return run_by_hand(loss_fn, recipe, model, *batch, **named)
             return loss_fn(model, *batch, **named)
     except EXPLAINED as error:
         if (better := explained(error, (batch, named))) is None:

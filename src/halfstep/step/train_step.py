@@ -37,7 +37,7 @@ from halfstep.kernels.watched import by_hand
 from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import Given
-from halfstep.step.loss import EXPLAINED, Loss, check_loss, detached, evaluate, explained
+from halfstep.step.loss import EXPLAINED, Loss, check_loss, detached, evaluate, explained, run_by_hand
 from halfstep.step.moments import Phase, one_thread
 from halfstep.step.part import Batch, Run
 from halfstep.step.state import Stateful
@@ -244,6 +244,8 @@ class TrainStep(Stateful):
                 STATE.bound, STATE.statistics = recipe, self._statistics
                 # a replay traces operators one by one, and compiled code has none
                 run = self.loss_fn if self._compiled is None or STATE.above is not None else self._compiled
+                if run is self.loss_fn and recipe.policy.params == "low":
+                    run = partial(run_by_hand, run, recipe)
                 returned = run(model, *batch, **named)
             except EXPLAINED as error:
                 if (better := explained(error, (batch, named))) is None:
@@ -251,6 +253,8 @@ class TrainStep(Stateful):
                 raise better from error
             finally:
                 STATE.statistics = statistics
+                if recipe.policy.params == "low":
+                    by_hand(False)
         returned, self.record.weight = returned.mean() if isinstance(returned, Loss) else (returned, None)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex() or not loss.requires_grad:

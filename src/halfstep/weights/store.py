@@ -61,9 +61,9 @@ class WeightStore(Owner):
         low: torch.dtype,
         *,
         frozen: Container[int] = (),
-        in_region: Callable[[], bool] = lambda: False,
+        in_forward: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(in_region)
+        super().__init__(in_forward)
         pairs = list(named)
         self.dtype, self._kind = low, str(low).removeprefix("torch.")
         for name, parameter in pairs:

@@ -18,7 +18,7 @@ from halfstep.cast.regions.dtype_errors import explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.rules.dispatch import RuleMode
 from halfstep.cast.rules.recipe import Recipe, call_traced, recipe_for, run_eagerly
-from halfstep.cast.state import STATE
+from halfstep.cast.state import STATE, hand_code, in_forward
 from halfstep.errors import PolicyError, RegionError, warn
 from halfstep.formats import DTYPE_NAMES
 from halfstep.policy.policy import PRESETS, Policy
@@ -181,7 +181,7 @@ class suspended(opened):
     def __enter__(self) -> suspended:
         try:
             super().__enter__()
-            STATE.bound = SUSPENDED
+            STATE.bound = SUSPENDED if in_forward() else hand_code(SUSPENDED)
             return self
         except BaseException:
             abandon(self.frame)
