@@ -10,7 +10,8 @@ penalty of weights in it reads fp32 values, and its gradient flows to the low on
 
 Note [by hand]: torch calls ``__torch_function__`` of a class for each function and attribute of its tensors, which
 takes microseconds. So `by_hand` switches it: it is off in forward passes of models with low weights and in calls of a
-training step but for its loss function, and on where a user's code is all that runs. Files in `OURS` see what is stored.
+training step but for its loss function, and on where a user's code is all that runs. Files in `OURS` see what is
+stored.
 
 What writes into the memory of a low parameter by another way (an operator of `torch.ops`, a kernel) changes low values;
 its owner compares version counters to notice it.
