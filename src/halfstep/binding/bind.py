@@ -55,7 +55,7 @@ from halfstep.cast.regions.autocast import SUSPENDED
 from halfstep.cast.regions.dtype_errors import EXPLAINED, explained
 from halfstep.cast.regions.opening import abandon, close_recipe, open_recipe, opened
 from halfstep.cast.regions.recompute import mark_checkpoints, saved_tensor_hooks
-from halfstep.cast.rules.handlers import norm_forward
+from halfstep.cast.rules.handlers import PRECISE, norm_forward
 from halfstep.cast.rules.recipe import LAYERS, Recipe, call_traced, recipe_for, run_eagerly, unruled
 from halfstep.cast.state import STATE, HandCode, in_forward
 from halfstep.errors import BindError
@@ -510,6 +510,8 @@ def bind(module: nn.Module, binding: Binding) -> None:
     binding.idle = low_forward(kind) is None and (binding.recipe.mode is None or keeps_mode)
     if binding.root:
         ROOTS[id(module)] = module
+    if binding.rule == "fp32" and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        PRECISE.add(module)
     own = module.__dict__
     own[KEY] = binding
     for name, function in binding.methods.items():
@@ -550,7 +552,7 @@ def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
             return _enter_compiled(binding, own.forward, self, args, kwargs)
         mode, run = binding.recipe.mode, own.forward
         if mode is not None and binding.unruled is None:
-            binding.unruled = unruled(self, original, mode.handlers)
+            binding.unruled = unruled(self, original, mode.ruled)
         free = mode is None or binding.unruled
         if state.bound is binding.recipe and state.mode is not mode:  # in a region that was opened inside
             free = False

@@ -73,12 +73,14 @@ class RuleMode(TorchFunctionMode):
         handlers: Mapping[Callable[..., Any], Handler],
         how: Lowering = NATIVELY,
         overrides: tuple[tuple[str, str], ...] = (),
+        by_hand: Mapping[Callable[..., Any], Handler] | None = None,
     ) -> None:
         super().__init__()
         self.devices = frozenset(devices)
-        self.handlers = {SET_GRAD_ENABLED: as_called, **handlers}  # with the call that shows re-entrant checkpoints
+        self.ruled = {SET_GRAD_ENABLED: as_called, **handlers}  # with the call that shows re-entrant checkpoints
         # those that Dynamo finds: it traces into the others, down to operators that have a handler
-        self.traceable = {func: handler for func, handler in self.handlers.items() if func not in METHODS}
+        self.traceable = {func: handler for func, handler in self.ruled.items() if func not in METHODS}
+        self.handlers = {**self.ruled, **(by_hand or {})}
         self.how = how
         self.overrides = overrides  # rules for custom operators
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from halfstep.cast.arithmetic.norms import STATEFUL, STATEFUL_IN_F, wide_statist
 from halfstep.cast.losses.cross_entropy import cross_entropy, pays
 from halfstep.cast.losses.linear_loss import Settings, fused_loss, loss_in_parts
 from halfstep.cast.rules.dispatch import (
+    EXACT_TYPES,
     Handler,
     Lowering,
     RuleMode,
@@ -34,6 +35,8 @@ from halfstep.formats import LOW_DTYPES, POLICY_DTYPES, BlockFormat, Format
 from halfstep.kernels.watched import WatchedParameter, written
 from halfstep.policy.operators import LINEAR_LOSS
 from halfstep.policy.rule_kinds import RULE_KINDS, CastTo, RuleKind
+from halfstep.torch_private.autograd import base_of
+from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import peek_interpreter_stack
 from halfstep.torch_private.modules import BatchNormBase
 from halfstep.trees import tensors as every_tensor
@@ -176,6 +179,7 @@ def _to_low(device: str, tensors: Sequence[Tensor]) -> torch.dtype | None:
 
 
 _LOW = _handler(_to_low)
+_FP32 = _handler(RULE_KINDS["fp32"].cast_to)
 _INPUTS[_low_norm] = _to_low
 
 
@@ -333,6 +337,40 @@ def cast_to(kind: RuleKind, name: str) -> CastTo:
     if kind.refuses_low:
         return _banned(name)
     return _to_low if kind.format == "low" else kind.cast_to
+
+
+PRECISE = WeakSet[nn.Module]()
+"""The bound modules under the rule "fp32" that have parameters, but tables of rows."""
+
+
+def of_low(handler: Handler) -> Handler:
+    """Return the handler of a low operator that computes in fp32 with a weight of `PRECISE`, else does as `handler`.
+
+    A loss function that multiplies by ``model.head.weight`` does what the head's forward does, and means its rule.
+    """
+
+    def handle(mode: RuleMode, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        precise = any(map(_is_precise, (*args, *kwargs.values())))
+        return (_FP32 if precise else handler)(mode, func, args, kwargs)
+
+    return handle
+
+
+def _is_precise(value: Any) -> bool:
+    """Return whether `value` has the memory of a matrix of `PRECISE`: it is one, or a view or an alias of it."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_precise, value))
+    if (
+        type(value) not in EXACT_TYPES
+        or value.dtype is not torch.float32
+        or value.dim() < 2
+        or value.grad_fn is not None
+    ):
+        if type(value) is not Tensor or not isinstance(base_of(value), nn.Parameter):
+            return False
+    weights = [weight for module in PRECISE for weight in module._parameters.values() if type(weight) is nn.Parameter]
+    place = storage_key(value.untyped_storage())
+    return any(weight.dim() > 1 and storage_key(weight.untyped_storage()) == place for weight in weights)
 
 
 def of_rule(name: str, kind: RuleKind, func: Callable[..., Any], how: Lowering, *, native: bool) -> Handler:

@@ -30,7 +30,7 @@ from halfstep.cast.arithmetic.emulate import EMULATED, RECURRENT, WIDENED
 from halfstep.cast.arithmetic.norms import NORMS
 from halfstep.cast.losses.linear_loss import linear_cross_entropy
 from halfstep.cast.rules import handlers
-from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode
+from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, as_called
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, warn
 from halfstep.formats import DTYPES, Format, format_of
@@ -82,7 +82,8 @@ def recipe_for(
     how = Lowering(emulating=frozenset(emulating), simulated=simulated)
     rules = compile_rules(policy, tuple(lowered), how) if lowered else {}
     custom = custom_overrides(policy.ops) if lowered else ()
-    mode = RuleMode(tuple(lowered), rules, how, custom) if rules or custom else None
+    by_hand = precise_rules(policy, tuple(lowered), rules) if lowered else {}
+    mode = RuleMode(tuple(lowered), rules, how, custom, by_hand) if rules or custom or by_hand else None
     return Recipe(policy=policy, devices=tuple(devices), mode=mode, cache=cache)
 
 
@@ -132,11 +133,29 @@ def _native(name: str, kind: RuleKind, devices: tuple[str, ...]) -> bool:
     return kind.format != "input" and all(row is not None and RULE_KINDS[row.rule] is kind for row in rows)
 
 
-def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Mapping[Callable[..., Any], Handler]:
-    """Return callable -> handler, of the operators that torch.autocast would treat differently on any of `devices`."""
+def _decisions(policy: Policy, devices: tuple[str, ...]) -> dict[str, Decision]:
     decisions: dict[str, Decision] = {}
     for device in reversed(devices):
         decisions.update(operator_rules(policy, device))
+    return decisions
+
+
+def precise_rules(
+    policy: Policy, devices: tuple[str, ...], rules: Mapping[Callable[..., Any], Handler]
+) -> Mapping[Callable[..., Any], Handler]:
+    """Return callable -> handler, of the low operators, where modules of the policy are to compute in fp32."""
+    if not any(rule == "fp32" for _, rule in policy.modules):
+        return {}
+    low = [name for name, decision in _decisions(policy, devices).items() if RULE_KINDS[decision.rule].format == "low"]
+    spelled = {func for name in low for func in callables(name)}
+    if "linear" in low:
+        spelled |= {linear_cross_entropy, torch.einsum, torch.tensordot, *callables(LINEAR_LOSS)}
+    return {func: handlers.of_low(rules.get(func, as_called)) for func in spelled}
+
+
+def compile_rules(policy: Policy, devices: tuple[str, ...], how: Lowering) -> Mapping[Callable[..., Any], Handler]:
+    """Return callable -> handler, of the operators that torch.autocast would treat differently on any of `devices`."""
+    decisions = _decisions(policy, devices)
     rules: dict[str, RuleKind] = {}
     for name, decision in decisions.items():
         kind = RULE_KINDS[decision.rule]
