@@ -51,8 +51,6 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("integrations", "lazy"): "a library is imported when its part is first used",
     ("tasks", "schema"): "what spoils a measurement is a file of the package",
     ("cli", "lazy"): "typer is imported when the application is first used",
-    ("testing", "compat"): "the ResNet-18 whose step is counted is that of megengine.hub",
-    ("testing", "tasks"): "the model whose step is counted is a task's",
     ("cli", "advise"): "the command line shows what was decided, planned and found",
     ("cli", "compat"): "halfstep run puts names of another library in place for a script",
     ("cli", "schema"): "completion reads the names of presets and GPUs from their files",
