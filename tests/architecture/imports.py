@@ -53,6 +53,7 @@ ARROWS: Mapping[tuple[str, str], str] = {
     ("cli", "lazy"): "typer is imported when the application is first used",
     ("cli", "advise"): "the command line shows what was decided, planned and found",
     ("cli", "compat"): "halfstep run puts names of another library in place for a script",
+    ("compat", "schema"): "lists of another library's operators are files of the package",
     ("cli", "schema"): "completion reads the names of presets and GPUs from their files",
     ("cli", "tasks"): "the command line works on tasks",
     ("cli", "report"): "the command line composes documents and has them rendered",
