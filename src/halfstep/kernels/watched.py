@@ -33,6 +33,7 @@ from torch.compiler import is_dynamo_compiling
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.torch_fused import is_dense
+from halfstep.schema import packaged_toml
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import (
@@ -54,11 +55,11 @@ _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defi
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 GETTER = type(_get)  # of an attribute
 
-SHAPES = frozenset(
-    "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ resize_as_sparse_ set_ share_memory_ "
-    "sparse_resize_ sparse_resize_and_clear_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
+SHAPES, FILLS, CASTS, _COPIES, READS, NUMBERS, _METHODS, PRODUCTS, VIEWS = map(
+    frozenset, packaged_toml("kernels/watched.toml").values()
 )
-"""In-place methods that change no values."""
+COPIES, METHODS = CASTS | _COPIES, READS | _METHODS
+"""Names of functions and methods; the file says what they do."""
 WRITES = frozenset(
     name
     for name in dir(Tensor)
@@ -67,34 +68,6 @@ WRITES = frozenset(
     or name == "__setitem__"
 )
 """In-place methods of tensors that change values."""
-FILLS = frozenset("bernoulli_ cauchy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_".split())
-"""Those that begin anew: nothing of earlier values is left."""
-CASTS = frozenset("bfloat16 cpu cuda double float half to type xpu".split())
-COPIES = CASTS | frozenset("__deepcopy__ clone contiguous detach".split())
-"""Functions that give the same values again."""
-READS = frozenset(
-    "__abs__ __add__ __mul__ __neg__ __pow__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ "
-    "__truediv__ abs add addcdiv addcmul clamp clamp_max clamp_min clip clone dist div divide exp lerp log maximum "
-    "mean minimum mul multiply neg negative norm pow rsub sqrt square sub subtract sum true_divide".split()
-)
-"""Functions that read fp32 values by hand, also beside other low tensors: arithmetic in any format."""
-NUMBERS = frozenset("__array__ __float__ allclose equal isclose item tolist".split())
-METHODS = READS | frozenset(
-    "amax amin cos cumsum diff erf expm1 fliplr flipud flip gather index_select kthvalue log10 log1p log2 logsumexp "
-    "masked_fill masked_select max median min nan_to_num nansum prod quantile reciprocal renorm repeat "
-    "repeat_interleave roll rot90 round rsqrt sigmoid sign sin softmax sort std take take_along_dim tanh tile topk "
-    "trace tril triu unique var where".split()
-)
-"""Methods of a parameter that read its fp32 value. Of an alias all functions do, unless they compute with other low
-tensors, as a layer does, or make tensors like it."""
-PRODUCTS = frozenset("__matmul__ bmm dot inner matmul mm mv outer vdot".split())
-"""Functions of several low parameters that are by hand: with other tensors they are a layer's."""
-VIEWS = frozenset(
-    "__getitem__ as_strided chunk detach diagonal expand expand_as flatten hsplit movedim narrow permute ravel reshape "
-    "reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten "
-    "unfold unsqueeze view view_as vsplit".split()
-)
-"""Functions whose results may be views: aliases of a part of the weight."""
 
 
 class Owner(ABC):
