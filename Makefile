@@ -161,7 +161,6 @@ bench-wheel: $(READY)  ## a wheel's compiled kernels beside those compiled here,
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
 	$(BIN)/python -m benchmarks.count --json benchmarks/results/counts.json
-	$(BIN)/python -m benchmarks.stamp benchmarks/results/counts.json
 
 soak: $(READY)  ## 20,000 micro-batches with everything on: memory, objects and files, 7 minutes -> benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.soak --json benchmarks/results/soak.json

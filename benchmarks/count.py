@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import shlex
 import sys
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from benchmarks.stamp import write
 from halfstep.compat.megengine.hub import resnet18
 from halfstep.formats import DTYPES
 from halfstep.tasks.gpt import GPT
@@ -166,7 +166,7 @@ def main(words: Sequence[str]) -> int:
             for program, counts in made.items()
         }
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(options.json, report)
     return 0
 
 
