@@ -160,8 +160,7 @@ bench-wheel: $(READY)  ## a wheel's compiled kernels beside those compiled here,
 	$(QUIET) OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.wheel --json benchmarks/results/wheel.json
 
 count: $(READY)  ## casts, bytes and launches of a step on a fake GPU -> benchmarks/results/counts.json
-	$(BIN)/python -m halfstep.testing.count --json benchmarks/results/counts.json
-	$(BIN)/python -m benchmarks.stamp benchmarks/results/counts.json
+	$(BIN)/python -m benchmarks.count --json benchmarks/results/counts.json
 
 soak: $(READY)  ## 20,000 micro-batches with everything on: memory, objects and files, 7 minutes -> benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.soak --json benchmarks/results/soak.json

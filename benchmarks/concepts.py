@@ -24,8 +24,8 @@ from benchmarks.reports import load
 from benchmarks.writes import writes_table
 from halfstep.events import StepResult
 from halfstep.formats import FORMATS
-from halfstep.policy.optable import TABLES
-from halfstep.policy.optable import table as operators
+from halfstep.policy.operators import TABLES
+from halfstep.policy.operators import table as operators
 from halfstep.policy.rule_kinds import RULES
 from halfstep.policy.scale_rule import FP32_MAX, SCALE_RULES
 from halfstep.step import StepMetrics

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
+from benchmarks.count import GPT_5M, small_resnet18
 from benchmarks.counts import allocations
 from benchmarks.stamp import write
 from halfstep.tasks import load_task, machine
 from halfstep.tasks.gpt import GPT
-from halfstep.testing.count import GPT_5M, small_resnet18
 
 PERSISTENT, PEAK = 0.03, 0.10
 """Largest relative error of what persists, and of the peak."""

@@ -23,7 +23,7 @@ class Reports:
     Attributes:
         cpu: written by ``python -m benchmarks.run --device cpu``.
         gpu: the same with ``--device cuda``.
-        counts: written by ``python -m halfstep.testing.count --json``: steps on fake CUDA tensors.
+        counts: written by ``python -m benchmarks.count --json``: steps on fake CUDA tensors.
         lens: written by ``python -m benchmarks.lens --json``: what instruments cost.
         pages: written by ``python -m benchmarks.pages --json``: page faults.
         serving: written by ``python -m benchmarks.serving --json``: forward passes and decoding.

@@ -16,13 +16,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
+from benchmarks.count import small_resnet18
 from benchmarks.counts import allocations
 from benchmarks.plan import PEAK, PERSISTENT, POLICIES, Case, adamw, momentum, policy_of, scores_loss, trained, words
 from halfstep.advise.plan import PARTS, PHASES, MemoryPlan, PlanError, plan_each
 from halfstep.advise.plan.ledger import fake_ranks
 from halfstep.tasks.gpt import GPT
 from halfstep.tasks.images import LeNet5
-from halfstep.testing.count import small_resnet18
 
 
 def gpt() -> nn.Module:

@@ -39,7 +39,6 @@ ALLOWED: Mapping[str, str] = {
     "step/graphs.py": "CUDA graphs",
     "tasks/machine.py": "settings of CUDA, cuDNN and NVIDIA's drivers",
     "tasks/speed.py": "tf32",
-    "testing/count.py": "counts on the fake CUDA device",
     "testing/fake_cuda.py": "the fake CUDA device",
 }
 """File, or folder with a slash, below ``src/halfstep`` -> why it names CUDA."""

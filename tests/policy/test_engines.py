@@ -21,7 +21,7 @@ from halfstep.cli import app
 from halfstep.errors import PolicyError
 from halfstep.policy import PRESETS, SCALE_RULES, Policy, ScaleRule
 from halfstep.policy.engines import ENGINES, Engine, Expressed, configured, expressed
-from halfstep.policy.optable import data
+from halfstep.policy.operators import data
 from halfstep.scale.rule import advance, initial_state
 from tests.policy.deepspeed_runs import exact_losses, in_deepspeed, overflowing_scales
 from tests.scale import peers

@@ -13,8 +13,7 @@ from torch import nn
 
 from halfstep.errors import HalfstepError, PolicyError
 from halfstep.policy import PRESETS, SCALE_RULES, Plan, Policy, ScaleRule, resolve
-from halfstep.policy.operators import known
-from halfstep.policy.optable import table
+from halfstep.policy.operators import known, table
 from halfstep.policy.plan import ModuleDecision, ParameterDecision
 from halfstep.policy.resolve import Decision, Units, operator_rules, reduces_itself, resolve_dtype, resolved
 from tests.policy.strategies import policies

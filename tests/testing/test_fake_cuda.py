@@ -40,10 +40,10 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("counts") / "counts.json"
     programs = ("torch.amp:fp16", "pure:fp16", "pure:bf16", "limit:fp16")
     words = [word for program in programs for word in ("--program", program)]
-    text = start("-m", "halfstep.testing.count", "--model", "gpt", *words, "--detail", "--json", str(path))
+    text = start("-m", "benchmarks.count", "--model", "gpt", *words, "--detail", "--json", str(path))
     assert "| torch.amp:fp16 | 94 |" in text
     report = json.loads(path.read_text(encoding="utf-8"))
-    assert report["torch"] == torch.__version__ and report["command"].startswith("python -m halfstep.testing.count")
+    assert report["torch"] == torch.__version__ and report["command"].startswith("python -m benchmarks.count")
     programs_found: dict[str, Any] = report["models"]["gpt"]
     return {name: {**program, **program["summary"]} for name, program in programs_found.items()}
 

@@ -9,7 +9,7 @@ the next layer refuses: its weight becomes low.
 
 Note [regions in graphs]: torch.export records a region of autocast as a region: its casts happen at each call, weights
 included, and taken apart such a graph may not run (layouts of attention differ). So regions are resolved here: within
-them each operator of torch.autocast's list, `policy.optable.table("torch")`, gets its casts as nodes, and a cast of a
+them each operator of torch.autocast's list, `policy.operators.table("torch")`, gets its casts as nodes, and a cast of a
 weight becomes a weight. Operators that halfstep's rules move have their casts in the graph already.
 """
 
@@ -34,7 +34,7 @@ from halfstep.errors import BindError, PolicyError, UnbuiltError, warn
 from halfstep.formats import DTYPES, POLICY_DTYPES, float64_of
 from halfstep.kernels.sharded import is_sharded, put
 from halfstep.kernels.watched import unwatch_copies
-from halfstep.policy.optable import table
+from halfstep.policy.operators import table
 from halfstep.policy.plan import Plan, resolve
 from halfstep.policy.policy import Policy
 from halfstep.policy.rule_kinds import RULE_KINDS

@@ -25,20 +25,14 @@ from halfstep.checkpoints.files import read_state, refusal
 from halfstep.checkpoints.generators import plain_states
 from halfstep.errors import CheckpointError, lacks_memory
 from halfstep.formats import LOW_DTYPES
-from halfstep.schema import Each, check, regular
+from halfstep.schema import Each, check, packaged_toml, regular
 from halfstep.step.saved import NUMBER, STATE
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "model": ("model", "model_state_dict", "state_dict", "model_state", "net", "network"),
-    "optimizer": ("optimizer", "optimizer_state_dict", "optimizer_state", "optim", "opt"),
-    "scaler": ("scaler", "scaler_state_dict", "grad_scaler", "amp_scaler", "scaler_state"),
-    "scheduler": ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_scheduler_state_dict"),
-    "updates": ("global_step", "step", "iteration"),
-}
-"""Part -> the keys under which loops save it, written as torch's documentation and common repositories write them."""
+NAMES, WHY, FOLDERS = packaged_toml("checkpoints/foreign.toml").values()
+"""Part -> keys under which loops save it; why a run cannot go on; what the name of a file begins with -> which why."""
 
 SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -93,19 +87,19 @@ def _file(place: Path, content: Any) -> Found:
     if not isinstance(content, Mapping):
         raise refusal(place, f"it holds a {type(content).__name__}, and a checkpoint is a dict")
     if "ds_version" in content or "ds_config" in content:
-        raise refusal(place, DEEPSPEED)
+        raise refusal(place, WHY["deepspeed"])
     if "pytorch-lightning_version" in content:
         return _lightning(place, content)
     parts = {part: next((key for key in keys if key in content), None) for part, keys in NAMES.items()}
     taken = {part: content[key] for part, key in parts.items() if key is not None}
     if content and all(isinstance(value, Tensor) for value in content.values()):
-        raise refusal(place, WEIGHTS_ALONE)
+        raise refusal(place, WHY["weights_alone"])
     if not isinstance(taken.get("model"), Mapping):
         known = ", ".join(NAMES["model"])
         keys = sorted(map(str, content))
         raise refusal(place, f"it has the keys {keys}, and none of them is the model's state_dict ({known})")
     if not isinstance(taken.get("optimizer"), Mapping):
-        raise refusal(place, WEIGHTS_ALONE)
+        raise refusal(place, WHY["weights_alone"])
     others = {key: value for key, value in content.items() if key not in parts.values()}
     if type(taken.get("updates")) is not int:
         taken["updates"] = None
@@ -116,16 +110,6 @@ def _file(place: Path, content: Any) -> Found:
     if "fp32_from_fp16" in found.optimizer:
         _apex_fp16_optimizer(place, found)
     return found
-
-
-DEEPSPEED = (
-    "it is a checkpoint of DeepSpeed, whose optimizer states are cut into flat pieces without names; run its script "
-    "zero_to_fp32.py, and load the weights: step.model.load_state_dict(...)"
-)
-WEIGHTS_ALONE = (
-    "it has weights and no state of an optimizer, so a run cannot go on from it; to begin one with these weights: "
-    "step.model.load_state_dict(torch.load(...))"
-)
 
 
 def _apex(place: Path, found: Found, amp: Mapping[str, Any]) -> None:
@@ -159,7 +143,7 @@ def _apex_fp16_optimizer(place: Path, found: Found) -> None:
 def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
     optimizers, schedulers = content.get("optimizer_states") or [], content.get("lr_schedulers") or []
     if not optimizers:
-        raise refusal(place, WEIGHTS_ALONE)
+        raise refusal(place, WHY["weights_alone"])
     for what, some in (("optimizers", optimizers), ("schedulers", schedulers)):
         if len(some) > 1:
             raise refusal(place, f"it has {len(some)} {what}, and a TrainStep has one; load each by hand")
@@ -175,19 +159,6 @@ def _lightning(place: Path, content: Mapping[str, Any]) -> Found:
     )
 
 
-REFUSED = {
-    r"(bf16_)?(zero_pp_rank_|mp_rank_)|zero_to_fp32\.py": DEEPSPEED,
-    r"pytorch_model_fsdp": (
-        "accelerate has saved it in shards of FSDP; `accelerate merge-weights` makes one file of the weights, for "
-        "step.model.load_state_dict(...)"
-    ),
-    r"\.metadata": (
-        "it is a folder of torch.distributed.checkpoint, without a record of what its names mean: read it with "
-        "torch.distributed.checkpoint.load, then step.load_state_dict(...)"
-    ),
-}
-"""What the name of a file begins with -> why a run cannot go on from its folder."""
-
 MODEL, OPTIMIZER = r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)", r"optimizer(_\d+)?\.bin"
 
 
@@ -197,19 +168,19 @@ def _names(place: Path) -> list[str]:
 
 def is_foreign(place: Path) -> bool:
     """Return whether a folder has files as checkpoints of other libraries have."""
-    return any(re.match(pattern, name) for pattern in (*REFUSED, MODEL, OPTIMIZER) for name in _names(place))
+    return any(re.match(pattern, name) for pattern in (*FOLDERS, MODEL, OPTIMIZER) for name in _names(place))
 
 
 def _folder(place: Path, rank: int, ranks: int) -> Found:
     """Return what a folder has: one that accelerate's `save_state` wrote."""
     names = _names(place)
-    for pattern, reason in REFUSED.items():
+    for pattern, reason in FOLDERS.items():
         if any(re.match(pattern, name) for name in names):
-            raise refusal(place, reason)
+            raise refusal(place, WHY[reason])
     models = [name for name in names if re.fullmatch(MODEL, name)]
     optimizers = [name for name in names if re.fullmatch(OPTIMIZER, name)]
     if not models or not optimizers:
-        raise refusal(place, WEIGHTS_ALONE if models else f"it has {', '.join(optimizers)} and no weights")
+        raise refusal(place, WHY["weights_alone"] if models else f"it has {', '.join(optimizers)} and no weights")
     if len(models) > 1 or len(optimizers) > 1:
         raise refusal(
             place, f"it has {len(models)} models and {len(optimizers)} optimizers, and a TrainStep has one of each"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import PolicyError, did_you_mean
 from halfstep.formats import DTYPES
-from halfstep.policy.optable import NO_LOW_KERNEL, data, losses, table
+from halfstep.policy.operators import NO_LOW_KERNEL, data, losses, table
 from halfstep.policy.resolve import holds, operator_rules, resolved
 from halfstep.policy.scale_rule import FP32_MAX, SCALE_RULES, ScaleRule
 

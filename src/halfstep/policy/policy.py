@@ -22,8 +22,7 @@ from halfstep.errors import FormatError, PolicyError, ScaleError, UnbuiltError, 
 from halfstep.formats import BLOCK_FORMATS, DTYPES, FORMATS, FP32, format_of
 from halfstep.policy.engines import ENGINES, EngineConfig, configured
 from halfstep.policy.explain import diff, explain
-from halfstep.policy.operators import check_custom_pattern, is_custom, operator_names
-from halfstep.policy.optable import data
+from halfstep.policy.operators import check_custom_pattern, data, is_custom, operator_names
 from halfstep.policy.rule_kinds import MODULE_RULES, RULES, Rules, for_every_kind
 from halfstep.policy.scale_rule import SCALE_RULES, ScaleRule
 from halfstep.schema import regular, tomllib

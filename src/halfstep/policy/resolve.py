@@ -24,10 +24,12 @@ from halfstep.policy.operators import (
     custom_operators,
     custom_overrides,
     custom_rule,
+    data,
     is_custom,
+    losses,
     operator_names,
+    table,
 )
-from halfstep.policy.optable import data, losses, table
 from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.policy.scale_rule import SCALE_RULES
 from halfstep.torch_private.devices import cpu_instructions

@@ -1,7 +1,7 @@
 """What each rule of an operator means: one table, which everything that carries out, exports or explains rules reads.
 
-A new kind is one more row of `RULE_KINDS`. Code that needs an answer of its own for each kind (a colour, an argument of
-a method) builds it with `for_every_kind`, which raises at import where a kind has none.
+A new kind is one more table of ``tables/rules.toml``. Code that needs an answer of its own for each kind (a colour, an
+argument of a method) builds it with `for_every_kind`, which raises at import where a kind has none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PolicyError
+from halfstep.schema import packaged_toml
 
 T = TypeVar("T")
 
@@ -72,50 +73,19 @@ class RuleKind:
     means: str
 
 
-def _eight_bits(recipe: str, how: str) -> RuleKind:
-    """Return a rule for linear layers, see note [eight bits] in `policy/plan.py`."""
-    return RuleKind(
-        format="low", may_be_low=True, cast_to=lambda device, tensors: torch.get_autocast_dtype(device),
-        refuses_low=False, of_operators=False, of_modules=True, params="low", recipe=recipe,
-        means="linear layers by torchao's Float8Linear, " + how,
-    )  # fmt: skip
-
+CASTS: Mapping[str, CastTo] = {
+    "low": lambda device, tensors: torch.get_autocast_dtype(device),
+    "fp32": lambda device, tensors: torch.float32,
+    "first": _to_first,
+    "widest": _to_widest,
+    "none": lambda device, tensors: None,
+}
+"""What a table calls a way to cast arguments -> it."""
 
 RULE_KINDS: Mapping[str, RuleKind] = {
-    "low": RuleKind(
-        format="low", may_be_low=True, cast_to=lambda device, tensors: torch.get_autocast_dtype(device),
-        refuses_low=False, of_operators=True, of_modules=True, params="low", recipe="",
-        means="arguments and result in {low}",
-    ),
-    "fp32": RuleKind(
-        format="fp32", may_be_low=False, cast_to=lambda device, tensors: torch.float32,
-        refuses_low=False, of_operators=True, of_modules=True, params="fp32", recipe="",
-        means="arguments and result in fp32",
-    ),
-    "keep": RuleKind(
-        format="input", may_be_low=True, cast_to=_to_first,
-        refuses_low=False, of_operators=True, of_modules=True, params="input", recipe="",
-        means="the first activation decides, the other arguments take its format",
-    ),
-    "widest": RuleKind(
-        format="input", may_be_low=True, cast_to=_to_widest,
-        refuses_low=False, of_operators=True, of_modules=False, params="input", recipe="",
-        means="fp32 if any argument is fp32, else as they come",
-    ),
-    "banned": RuleKind(
-        format="input", may_be_low=False, cast_to=lambda device, tensors: None,
-        refuses_low=True, of_operators=True, of_modules=False, params="input", recipe="",
-        means="refused with low arguments",
-    ),
-    "mixed": RuleKind(
-        format="input", may_be_low=True, cast_to=lambda device, tensors: None,
-        refuses_low=False, of_operators=False, of_modules=True, params="fp32", recipe="",
-        means="parameters in fp32, each operator by its own rule",
-    ),
-    "fp8": _eight_bits("tensorwise", "one scale a tensor"),
-    "fp8-rowwise": _eight_bits("rowwise", "one scale a row"),
-    "fp8-rowwise-hp": _eight_bits("rowwise_with_gw_hp", "one scale a row, gradients of weights in {low}"),
-}  # fmt: skip
+    rule: RuleKind(**{**fields, "cast_to": CASTS[fields["cast_to"]]})
+    for rule, fields in packaged_toml("policy/tables/rules.toml").items()
+}
 """Rule -> what it means, in the order in which tables show them."""
 
 NO_RULE = replace(RULE_KINDS["banned"], refuses_low=False, may_be_low=True, means="in the format its arguments come in")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from halfstep.arguments import FLAG, Kind, check, one_of
 from halfstep.errors import ScaleError
+from halfstep.schema import packaged_toml
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 """The largest finite fp32 number: as a ceiling it means 'none'."""
@@ -170,29 +171,5 @@ _KINDS = {
 }
 
 SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
-    {
-        # torch's numbers, kept between a floor and a ceiling.
-        "halfstep": ScaleRule(),
-        "torch": ScaleRule(floor=0.0, ceiling=FP32_MAX),
-        # apex.amp.scaler.LossScaler: halves, with no floor unless min_loss_scale is given.
-        "apex": ScaleRule(floor=0.0),
-        # apex.fp16_utils.DynamicLossScaler: "(step - last bad one) % window == 0" is `interval` good ones in a row.
-        "apex-fp16-utils": ScaleRule(init=2.0**32, interval=1000, floor=1.0, ceiling=FP32_MAX, divide=True),
-        # deepspeed DynamicLossScaler: its stable interval is the good steps in a row less one, hence the delay.
-        "deepspeed": ScaleRule(
-            interval=1000, floor=1.0, ceiling=FP32_MAX, hysteresis=2, divide=True, delay=1, at_floor="raise"
-        ),
-        # megatron.core DynamicGradScaler: a good step does not refill the hysteresis, growth does; growth unguarded.
-        "megatron": ScaleRule(init=2.0**32, interval=1000, floor=1.0, ceiling=FP32_MAX, hysteresis=2, guard=False),
-        # fairseq DynamicLossScaler: min_loss_scale 1e-4 must not be reached; raises FloatingPointError there.
-        "fairseq": ScaleRule(init=2.0**15, floor=1e-4, ceiling=FP32_MAX, divide=True, at_floor="refuse"),
-        # mindspore.amp.DynamicLossScaler has no defaults: the numbers are DynamicLossScaleManager's.
-        "mindspore-scaler": ScaleRule(init=2.0**24, floor=1.0, ceiling=FP32_MAX, divide=True),
-        # mindspore.nn.DynamicLossScaleUpdateCell: multiplies by the reciprocal; growth to inf is for good.
-        "mindspore-cell": ScaleRule(init=2.0**24, floor=1.0, ceiling=FP32_MAX, guard=False),
-        # mindspore.amp.DynamicLossScaleManager: raises at the 1001st bad step in a row.
-        "mindspore-manager": ScaleRule(init=2.0**24, floor=1.0, ceiling=FP32_MAX, patience=1000),
-        # megengine.amp.GradScaler: torch's rule on a Python float, from a smaller start.
-        "megengine": ScaleRule(init=2.0**4, floor=0.0, ceiling=FP32_MAX, kept="fp64"),
-    }
+    {name: ScaleRule(**numbers) for name, numbers in packaged_toml("policy/tables/scales.toml").items()}
 )

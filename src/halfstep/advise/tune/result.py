@@ -144,19 +144,6 @@ LEAST_BOUND = 1e-9  # loss rise at which the axis of a search without a bound ch
 
 WIDTH = 110  # columns of a comment
 
-METHOD = (
-    "Time: every candidate takes its steps in turns with fp32, with the same batches, in an order shuffled anew; the "
-    "median of the ratios within a round and its 90 % interval. Slower ones are dropped early.",
-    "Memory: counted, not sampled: what lives between steps, and what autograd keeps for the backward pass.",
-    "Loss rise: how much higher the training loss ends than fp32's from the same start with the same batches.",
-    "Error of the gradients: relative, against fp32 on the same weights and batches; the mean over the parameters, "
-    "each at most 1.",
-    "Proof: trainings of fp32 fix the margin, then the policy is trained from the same starts. Equivalent: the "
-    "interval of the difference lies inside the margin (two one-sided tests, each at 5 %, a tenth of which a look at "
-    "the first pairs may spend). Their number follows from the spread of the pairs, not from their mean. Where a "
-    "candidate fails, the next is tested; each test alone lets a policy at the margin pass in 5 % of the cases.",
-)
-
 
 def _comment(text: str) -> list[str]:
     wrapped = textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
@@ -438,7 +425,7 @@ def _tried(tuning: Tuning) -> doc.Section:
 
 
 def _method(tuning: Tuning) -> doc.Section:
-    blocks: list[doc.Block] = [doc.Bullets(METHOD)]
+    blocks: list[doc.Block] = [doc.method("tune")]
     if tuning.command:
         blocks += [doc.Paragraph("The command that asks for all of it again:"), doc.Code(tuning.command)]
     machine = ((str(name), str(value)) for name, value in tuning.machine.items())

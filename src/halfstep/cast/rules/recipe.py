@@ -34,8 +34,7 @@ from halfstep.cast.rules.dispatch import Handler, Lowering, RuleMode, as_called
 from halfstep.cast.state import STATE
 from halfstep.errors import RegionError, warn
 from halfstep.formats import DTYPES, Format, format_of
-from halfstep.policy.operators import LINEAR_LOSS, callables, custom_overrides, operator_name
-from halfstep.policy.optable import table
+from halfstep.policy.operators import LINEAR_LOSS, callables, custom_overrides, operator_name, table
 from halfstep.policy.policy import Policy
 from halfstep.policy.resolve import Decision, operator_rules, resolved, surprise
 from halfstep.policy.rule_kinds import NO_RULE, RULE_KINDS, RuleKind

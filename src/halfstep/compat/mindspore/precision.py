@@ -1,14 +1,14 @@
 """MindSpore's levels and flags: halfstep policies, the marks of modules that ask for them, and their binding.
 
 `bind` turns the marks of a subtree into regions: hs.prepare for its root and each module inside whose policy differs.
-Operator lists: MindSpore 2.10 (`mindspore.amp`, https://gitee.com/mindspore/mindspore). A primitive stands for every
-way torch spells it. Cells of O2's black list compute in fp32 and give low, as in MindSpore.
+A primitive in the operator lists (``lists.toml``) stands for every way torch spells it. Cells of O2's black list
+compute in fp32 and give low, as in MindSpore.
 """
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -19,33 +19,17 @@ import halfstep as hs
 from halfstep.compat.mindspore import checks
 from halfstep.compat.mindspore.checks import MindSporeRuntimeError, MindSporeTypeError, MindSporeValueError
 from halfstep.compat.shared import LOW_NAMES
+from halfstep.schema import packaged_toml
 from halfstep.torch_private.modules import TorchLoss, forward_hooks
 
 PREFIX = "mindspore-"
 """How the names of these policies begin; a policy without it was bound by the user."""
 
-O1_WHITE: Mapping[str, tuple[str, ...]] = {
-    "conv1d": ("conv1d",), "conv2d": ("conv2d",), "conv3d": ("conv3d",), "conv1dtranspose": ("conv_transpose1d",),
-    "conv2dtranspose": ("conv_transpose2d",), "conv3dtranspose": ("conv_transpose3d",),
-    "dense": ("linear", "bilinear"), "lstmcell": ("lstm_cell", "lstm"),
-    "rnncell": ("rnn_tanh_cell", "rnn_relu_cell", "rnn_tanh", "rnn_relu"), "grucell": ("gru_cell", "gru"),
-    "matmul": ("matmul", "mm", "mv", "addmm", "addmv", "einsum", "tensordot", "inner", "linalg.multi_dot"),
-    "batchmatmul": ("bmm", "baddbmm", "addbmm", "scaled_dot_product_attention"), "prelu": ("prelu",),
-    "relu": ("relu",), "ger": ("outer",),
-}  # fmt: skip
-"""O1's white list: primitive or cell, in small letters -> torch's operators."""
+O1_WHITE, AUTO = packaged_toml("compat/mindspore/lists.toml").values()
+"""O1's white list, primitive or cell, in small letters -> torch's operators; the auto level's lists."""
 
 AUTO_WHITE = tuple(operator for row in O1_WHITE if row not in ("relu", "ger") for operator in O1_WHITE[row])
 """The auto level's white list; recurrent layers are listed because MindSpore makes them of its MatMul."""
-
-AUTO_BLACK = (
-    "pow", "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt",
-    "sinh", "tan", "softplus", "layer_norm", "batch_norm", "group_norm", "norm", "linalg.norm", "linalg.vector_norm",
-    "linalg.matrix_norm", "kl_div", "smooth_l1_loss", "multilabel_margin_loss", "soft_margin_loss",
-    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "pdist", "cdist", "renorm", "prod",
-    "softmax", "log_softmax", "cumprod", "cumsum", "sum", "l1_loss", "mse_loss", "nll_loss", "cross_entropy",
-)  # fmt: skip
-AUTO_PROMOTE = ("addcdiv", "addcmul", "cross", "linalg.cross", "grid_sample", "add", "dot", "cat")
 
 
 def _rules(operators: Iterable[str], rule: str) -> tuple[tuple[str, str], ...]:
@@ -53,7 +37,7 @@ def _rules(operators: Iterable[str], rule: str) -> tuple[tuple[str, str], ...]:
 
 
 FP32_RULES = (("*", "fp32"),)
-AUTO_RULES = (*_rules(AUTO_WHITE, "low"), *_rules(AUTO_BLACK, "fp32"), *_rules(AUTO_PROMOTE, "widest"))
+AUTO_RULES = (*_rules(AUTO_WHITE, "low"), *_rules(AUTO["black"], "fp32"), *_rules(AUTO["promote"], "widest"))
 ALL_LOW = (("", "low"),)
 """How the modules of a policy begin that runs everything low but modules it names: O2, O3, the flags fp16 and bf16."""
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from halfstep import Policy
 from halfstep.compat.megengine.amp import autocast as settings
-from halfstep.compat.megengine.amp.autocast import autocast
+from halfstep.compat.megengine.amp.autocast import AS_SHIPPED, MEGENGINE, autocast
 from halfstep.compat.megengine.amp.convert_format import convert_module_format, convert_tensor_format
 from halfstep.compat.megengine.amp.grad_scaler import GradScaler
-from halfstep.compat.megengine.amp.lists import AS_SHIPPED, MEGENGINE
 
 __all__ = [
     "AS_SHIPPED", "MEGENGINE", "GradScaler", "autocast", "convert_module_format", "convert_tensor_format", "enabled",

@@ -10,19 +10,36 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 import halfstep as hs
-from halfstep.compat.megengine.amp.lists import MEGENGINE, NO_LOW_KERNEL
 from halfstep.compat.megengine.tensor import dtype_of
+from halfstep.schema import packaged_toml
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 SHORT = {name: hs.formats.DTYPE_NAMES[getattr(torch, name)] for name in ("float16", "bfloat16", "float32")}
 """MegEngine's name of a format -> halfstep's."""
+
+LISTS = SimpleNamespace(**packaged_toml("compat/megengine/amp/lists.toml"))
+
+AS_SHIPPED = (
+    hs.Policy(name="megengine-1.13", dtype="fp16", table="none", scale="megengine")
+    .with_ops(fp32=LISTS.no_low_kernel)
+    .with_ops(
+        low=[*LISTS.products, *LISTS.norms_in_low],
+        fp32=[*LISTS.sensitive, *LISTS.moments],
+        widest=[*LISTS.promoted, *LISTS.volumes],
+    )
+)
+"""MegEngine 1.13.0's behaviour, with convolutions of volumes not lowered, and softmax and sums in low formats."""
+
+MEGENGINE = AS_SHIPPED.replace(name="megengine").with_ops(low=LISTS.volumes, fp32=["softmax", "softmin", *LISTS.sums])
+"""The default: `AS_SHIPPED`, softmax in fp32 as MegEngine's document promises, and sums that do not overflow."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,7 +113,7 @@ def policy_for(policy: hs.Policy, low: str, high: str) -> hs.Policy:
             f"or {low!r} to lower sensitive operators too"
         )
     if high != "float32":
-        lowered = ((op, "low" if rule == "fp32" and op not in NO_LOW_KERNEL else rule) for op, rule in policy.ops)
+        lowered = ((op, "low" if rule == "fp32" and op not in LISTS.no_low_kernel else rule) for op, rule in policy.ops)
         policy = policy.replace(ops=tuple(lowered), loss="keep")
     return policy.replace(dtype=SHORT[low], scale="auto")  # scaling is `amp.GradScaler`'s
 

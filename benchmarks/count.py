@@ -1,4 +1,4 @@
-"""``python -m halfstep.testing.count``: casts, bytes, launches and syncs of a step, torch.amp's and every preset's.
+"""``python -m benchmarks.count``: casts, bytes, launches and syncs of a step, torch.amp's and every preset's.
 
 Runs on fake CUDA tensors: the operators, formats and optimizers of a GPU, on a machine without one. Steps clip the
 gradient norm and use fused AdamW; torch.amp is GradScaler (fp16), unscale_, clip_grad_norm_ and fused AdamW.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import shlex
 import sys
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from benchmarks.stamp import write
 from halfstep.compat.megengine.hub import resnet18
 from halfstep.formats import DTYPES
 from halfstep.tasks.gpt import GPT
@@ -130,7 +130,7 @@ def cells(name: str, counts: Counts) -> tuple[str, ...]:
 
 def main(words: Sequence[str]) -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m halfstep.testing.count", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.count", description=__doc__)
     parser.add_argument("--model", action="append", choices=list(MODELS), help="again for more; default: all")
     parser.add_argument("--program", action="append", help="torch.amp:fp16, pure:bf16, limit:fp16; default: all")
     parser.add_argument("--no-clip", action="store_true", help="without clipping of the gradient norm")
@@ -139,12 +139,12 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     if LOADED not in os.environ:
         try:
-            return run_python(["-m", "halfstep.testing.count", *words]).returncode
+            return run_python(["-m", "benchmarks.count", *words]).returncode
         except FakeCudaError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     report: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "halfstep.testing.count", *words]),
+        "command": shlex.join(["python", "-m", "benchmarks.count", *words]),
         "torch": torch.__version__,
         "device": "fake CUDA tensors, compute capability 9.0",
         "clip_norm": not options.no_clip,
@@ -166,7 +166,7 @@ def main(words: Sequence[str]) -> int:
             for program, counts in made.items()
         }
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(options.json, report)
     return 0
 
 

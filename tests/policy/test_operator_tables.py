@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.errors import PolicyError
-from halfstep.policy.operators import _shorten, canonical, known
-from halfstep.policy.optable import NO_LOW_KERNEL, TABLES, losses, table
+from halfstep.policy.operators import NO_LOW_KERNEL, TABLES, _shorten, canonical, known, losses, table
 from halfstep.policy.rule_kinds import RULES
 
 DEVICES = ("cpu", "cuda")
