@@ -605,8 +605,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for half in (*HALVES, "both"):
         some = [row for row in rows if half in (row["half"], "both")]
+        some, every = [row for row in some if not row["kind"].startswith("none, ")], some
         found, right = sum(bool(row["found"]) for row in some), sum(row["right"] for row in some)
-        wrong = sum(len(row["wrong"]) for row in some)
+        wrong = sum(len(row["wrong"]) for row in every)
         missed: dict[str, list[str]] = {}
         for row in some:
             if not row["found"]:
