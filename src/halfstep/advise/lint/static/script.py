@@ -193,6 +193,10 @@ class Script:
             for target in targets(node) if not isinstance(node, ast.AugAssign) else ():
                 for key, value in self._bound(target, node.value):  # type: ignore[attr-defined]  # it is one of them
                     found.setdefault(key, []).append(value)
+            for one in node.body if isinstance(node, ast.ClassDef) else ():
+                value = getattr(one, "value", None)
+                own = {f"self.{t.id}": Value(value) for t in targets(one) if isinstance(t, ast.Name) and value}
+                found |= {key: [*found.get(key, []), each] for key, each in own.items()}
         return found
 
     def _bound(self, target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, Value]]:
