@@ -73,7 +73,7 @@ LOOP = ("forward", "backward", "middle", "step", "zero", "end")
 class Mistake:
     """One kind of mistake in one half: what stands in which slot of a base, or a file of its own.
 
-    What rules of `also` find in the script without the mistake is right; `claimed` is the rule whose title claims the kind.
+    What rules of `also` find in the script without the mistake is right; `claimed` is the rule whose title is of it.
     """
 
     kind: str

@@ -22,8 +22,7 @@ ODD = (ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.FunctionDef, ast.
 PERHAPS = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 """Expressions of which some parts are not computed once."""
 
-ENTERED = re.compile(r"(^|\.)(no_grad|inference_mode|autocast)\b")
-"""Decorators that a function enters like a block."""
+ENTERED = re.compile(r"(^|\.)(no_grad|inference_mode|autocast)\b")  # decorators, entered like a block
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -92,7 +91,7 @@ def _entered(node: ast.FunctionDef) -> list[ast.stmt]:
         name = f"{node.name}_result"
         body = [*body[:-1], ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], last.value), last)]
         behind = [ast.copy_location(ast.Return(ast.Name(name, ast.Load())), last)]
-    for decorator in node.decorator_list:
+    for decorator in reversed(node.decorator_list):
         body = [ast.copy_location(ast.With([ast.withitem(decorator)], body), node)]
     return [ast.fix_missing_locations(statement) for statement in (*body, *behind)]
 
