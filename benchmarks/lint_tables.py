@@ -68,8 +68,8 @@ def _missed() -> str:
     return (
         f"In scripts its rules were not written for, it finds about half of the mistakes: {', '.join(first)} and {last} "
         "in five sets, each scored once before its misses were cured; the authors of the last three had seen no rule. "
-        f"Of kinds that the table below names it found {claimed} of {named} in the last two, which one author wrote on "
-        f"one day. {wrong} of {wrong + right} findings {'was' if wrong == 1 else 'were'} wrong. The fifth set missed: "
+        f"One wrote the last two before the rules were changed for the fourth, and the fifth was scored behind that. Of "
+        f"kinds that the tables below name they have {named}, of which {claimed} were found. {wrong} of {wrong + right} findings {'was' if wrong == 1 else 'were'} wrong. The fifth set missed: "
         f"{unseen}.\n\n"
         f"Today it finds the mistake in {shares['both']} scripts, in {shares['held out']} of those "
         f"held out. {both['wrong']} of {both['right'] + both['wrong']} findings are wrong. "
