@@ -7,6 +7,7 @@ SARIF, ``--explain`` and docs are made from them.
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -138,6 +139,8 @@ class Rule(Mistake):
 RIGHT = ("FORWARD", "SCALED", "STEP", "UPDATE", "ZERO")
 
 DATA = packaged_toml("advise/lint/rules.toml")
+WORDS = packaged_toml("advise/lint/words.toml")
+PATTERNS = {name: re.compile(text) for name, text in WORDS["patterns"].items()}
 
 
 def loop(lines: Sequence[str] = RIGHT, *, before: str = "scaler = torch.amp.GradScaler()", after: str = "") -> str:

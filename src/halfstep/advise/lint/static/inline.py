@@ -8,6 +8,7 @@ itself, which are defined once and have nothing behind a return, where they are 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 
@@ -20,6 +21,8 @@ ODD = (ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal, ast.FunctionDef, ast.
 
 PERHAPS = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 """Expressions of which some parts are not computed once."""
+
+ENTERED = re.compile(r"(^|\.)(no_grad|inference_mode|autocast)\b")  # decorators, entered like a block
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -70,14 +73,27 @@ def _is_epoch(node: ast.stmt) -> bool:
 def _plain(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.FunctionDef | None:
     """Return a function as it is put in place, without self; None if it is not."""
     args, inner = node.args, [n for statement in node.body for n in ast.walk(statement)]
-    odd = args.vararg or args.kwarg or node.decorator_list or any(isinstance(n, ODD) for n in inner)
+    entered = all(ENTERED.search(ast.unparse(decorator)) for decorator in node.decorator_list)
+    odd = args.vararg or args.kwarg or not entered or any(isinstance(n, ODD) for n in inner)
     if odd or len(inner) > MOST_NODES or isinstance(node, ast.AsyncFunctionDef):
         return None
     node = deepcopy(node)
-    body = _tailed(node.body)
+    body = _tailed(_entered(node))
     if [each.arg for each in node.args.args[:1]] == ["self"]:
         del node.args.args[0]
     return None if body is None else ast.FunctionDef(node.name, node.args, body, [])
+
+
+def _entered(node: ast.FunctionDef) -> list[ast.stmt]:
+    """Return the body of a function in the blocks that its decorators enter, its result in a name behind them."""
+    body, behind = node.body, list[ast.stmt]()
+    if node.decorator_list and isinstance(last := body[-1], ast.Return) and last.value is not None:
+        name = f"{node.name}_result"
+        body = [*body[:-1], ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], last.value), last)]
+        behind = [ast.copy_location(ast.Return(ast.Name(name, ast.Load())), last)]
+    for decorator in reversed(node.decorator_list):
+        body = [ast.copy_location(ast.With([ast.withitem(decorator)], body), node)]
+    return [ast.fix_missing_locations(statement) for statement in (*body, *behind)]
 
 
 def _tailed(body: list[ast.stmt]) -> list[ast.stmt] | None:

@@ -6,22 +6,24 @@ import ast
 import re
 from collections.abc import Iterator
 
-from halfstep.advise.lint.rule import Hit, check_of
+from halfstep.advise.lint.rule import PATTERNS, WORDS, Hit, check_of
 from halfstep.advise.lint.static.paths import CLIPPING, MANAGERS, WINDOW, words
 from halfstep.advise.lint.static.regions import Region, Site, all_sites, in_torch_regions, region_of, sites
 from halfstep.advise.lint.static.scaling import assigned_in, is_call, loaded, saved
-from halfstep.advise.lint.static.script import OPTIMIZERS, Script, argument, method, parameters_of, walked
+from halfstep.advise.lint.static.script import OPTIMIZERS, Function, Script, argument, method, parameters_of, walked
 from halfstep.advise.lint.static.values import PRODUCTS, ROUNDS_TO_ZERO
 
-IN_PLACE = re.compile(r"(addmm|addmv|addr|addbmm|baddbmm)_")
-CROSS_ENTROPIES = frozenset({"torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"})
-
-NO_DEVICE_TYPES = frozenset({"gpu", "nvidia", "tpu", "rocm"})
-"""Words that no torch takes for a device type; a build may have types of its own, such as npu."""
-
-DEPRECATED = re.compile(
-    r"torch\.(cuda|cpu)\.amp\.(autocast|GradScaler|custom_fwd|custom_bwd)|torch\.cuda\.amp\.\w+\.GradScaler"
-)
+IN_PLACE = PATTERNS["IN_PLACE"]
+CROSS_ENTROPIES = frozenset[str](WORDS["CROSS_ENTROPIES"])
+NO_DEVICE_TYPES = frozenset[str](WORDS["NO_DEVICE_TYPES"])
+DEPRECATED = PATTERNS["DEPRECATED"]
+PRECISE_BEHIND = PATTERNS["PRECISE_BEHIND"]
+WITH_EPS = frozenset[str](WORDS["WITH_EPS"])
+REPLACES = PATTERNS["REPLACES"]
+WRAPPERS = PATTERNS["WRAPPERS"]
+AVERAGE_NAME = PATTERNS["AVERAGE_NAME"]
+FRAMEWORKS: dict[str, str] = WORDS["FRAMEWORKS"]
+IN_FP16 = PATTERNS["IN_FP16"]
 
 
 def _around_loop(site: Site, script: Script) -> bool:
@@ -73,6 +75,13 @@ def _cross_entropy(script: Script) -> Iterator[Hit]:
             yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
 
 
+@check_of("HS063")
+def _not_entered(script: Script) -> Iterator[Hit]:
+    for site in all_sites(script):
+        if isinstance(site.statement, ast.Expr) and site.statement.value is site.call and region_of(script, site.call):
+            yield Hit(site.call.lineno, f"`{script.called(site.call)}` is made here and entered by no block")
+
+
 @check_of("HS024")
 def _in_place(script: Script) -> Iterator[Hit]:
     for _, site in in_torch_regions(script):
@@ -100,7 +109,8 @@ def _function(script: Script) -> Iterator[Hit]:
             methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
             decorators = [*node.decorator_list, *(d for m in methods.values() for d in m.decorator_list)]
             names = [script.called(decorator) or script.name(decorator) for decorator in decorators]
-            cast = any(name.endswith(("custom_fwd", "custom_bwd", "halfstep.operator")) for name in names)
+            own = any("cast_inputs" in ast.unparse(decorator) for decorator in decorators)
+            cast = own or any(name.endswith(("custom_bwd", "halfstep.operator")) for name in names)
             if not cast and "backward" in methods and _multiplies(script, methods["backward"]):
                 yield Hit(node.lineno, f"the backward pass of `{node.name}` multiplies, and nothing casts its operands")
 
@@ -168,25 +178,6 @@ def _deprecated(script: Script) -> Iterator[Hit]:
         yield Hit(first, f"`{name}` is deprecated{also}")
 
 
-PRECISE_BEHIND = re.compile(
-    r"hs\.|halfstep|apex|master_?(param|weight|cop)|deepspeed|peft|get_peft_model|lora|bitsandbytes|8bit|kahan|stochastic_round|FSDP|fully_shard"
-    r"|FullyShardedDataParallel|offload|optimi\b|accelerat|torchao",
-    re.IGNORECASE,
-)
-"""Words in a file in which something may keep precise values behind low weights, or train others than those."""
-
-WITH_EPS = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adamax", "FusedAdam"})
-"""Classes of optimizers that divide by a root plus eps, 1e-8 unless it is given."""
-
-REPLACES = re.compile(  # functions that give a model parameters that an optimizer made before does not have
-    r"(.*\.)?get_peft_model|torch\.nn\.utils\.weight_norm"
-    r"|torch\.distributed\.(_composable\.)?fsdp\.(fully_shard|FullyShardedDataParallel)"
-)
-
-WRAPPERS = re.compile(r"(torch\.nn|apex)\.(parallel\.)?(DistributedDataParallel|DataParallel)")
-AVERAGE_NAME = re.compile(r"(^|[._])(ema|avg|average|averaged|shadow|swa)(_\w+)?$|_(ema|avg|shadow)$", re.IGNORECASE)
-
-
 LowModel = tuple[str, ast.Call, str, str, ast.Call]
 """A model, the call that makes it low, "fp16" or "bf16", the optimizer of all its parameters, what makes that."""
 
@@ -220,14 +211,14 @@ def made_low(script: Script, site: Site) -> str:
     value = getattr(statement, "value", None)
     if isinstance(statement, ast.Expr) and value is site.call and isinstance(site.call.func, ast.Attribute):
         return script.name(site.call.func.value)
-    while isinstance(value, ast.Call) and value is not site.call and isinstance(value.func, ast.Attribute):
-        value = value.func.value  # Net().half().cuda()
+    while value is not site.call and method(value) not in ("", "float"):
+        value = value.func.value  # type: ignore[union-attr]  # it calls a method: Net().half().cuda()
     return script.target(statement) if value is site.call else ""
 
 
-def _low_when_loaded(script: Script, call: ast.Call) -> str:
+def _low_when_loaded(script: Script, call: ast.expr) -> str:
     """Return the low format of ``from_pretrained(..., dtype=torch.float16)``; "" for other calls."""
-    if not script.called(call).endswith("from_pretrained"):
+    if not isinstance(call, ast.Call) or not script.called(call).endswith("from_pretrained"):
         return ""
     forms = [script.format_of(keyword.value) for keyword in call.keywords if keyword.arg in ("torch_dtype", "dtype")]
     return forms[0] if forms and forms[0] in ("fp16", "bf16") else ""
@@ -238,6 +229,11 @@ def _half(script: Script) -> Iterator[Hit]:
     for model, lowered, form, optimizer, _ in _low_models(script):
         yield Hit(lowered.lineno, f"`{model}` is made {form}, and `{optimizer}` trains it as it is")
     steppers = script.optimizers | script.scalers.keys()
+    defaults = [call for call in script.calls if script.called(call) == "torch.set_default_dtype" and call.args]
+    default = script.format_of(defaults[0].args[0]) if len(defaults) == 1 else ""
+    runs = any(method(call) == "backward" for call in script.calls) and not PRECISE_BEHIND.search(script.text)
+    if default in ("fp16", "bf16") and runs and any(parameters_of(script, call) for call in script.calls):
+        yield Hit(defaults[0].lineno, f"parameters are {default} from here on, and are trained as they are")
     for function in script.functions if not PRECISE_BEHIND.search(script.text) else ():
         calls = sites(script, function) if script.uses_torch else ()
         steps = [s for s in calls if is_call(script, s.call, steppers, "step")]
@@ -269,6 +265,13 @@ def _unscaled_fp16(script: Script) -> Iterator[Hit]:
             key = script.key(site.call.args[0]) if site.call.args else ""
             if model := low.pop(key, ""):
                 yield Hit(site.call.lineno, f"`{key}` has the fp16 gradients of `{model}`")
+    texts = [ast.unparse(call) for call in script.calls if script.called(call).endswith("TrainingArguments")]
+    sure = texts and all("fp16=True" in text for text in texts) and not PRECISE_BEHIND.search(script.text)
+    for call in [call for call in script.calls if script.called(call).endswith("Trainer")] if sure else ():
+        net = argument(call, 0, "model")
+        made = script.constant(net)
+        if made and net and _low_when_loaded(script, made) == "fp16" and not _made_wide(script, script.key(net)):
+            yield Hit(made.lineno, "the model is loaded in fp16, and `fp16=True` scales the loss of fp32 parameters")
     for call in script.calls if "torch" in script.scalers.values() and ".float()" not in script.text else ():
         match call:  # nn.Parameter(torch.zeros(..., dtype=torch.float16))
             case ast.Call(args=[ast.Call(keywords=given)], keywords=[]) if script.called(call) == "torch.nn.Parameter":
@@ -342,13 +345,14 @@ def _wrapped_first(script: Script) -> Iterator[Hit]:
 def _low_average(script: Script) -> Iterator[Hit]:
     if not re.search(r"\.(mul_|lerp_|update|update_parameters|update_ema)\(|lerp|EMA|AveragedModel", script.text):
         return
+    classes = {id(n): c.name for c in walked(script.tree) if isinstance(c, ast.ClassDef) for n in c.body}
     for site in all_sites(script):
         form = script.low_format(site.call)
-        name = script.owner(site.call) if isinstance(site.statement, ast.Expr) else script.target(site.statement)
-        name, _, item = name.partition("[")  # shadow[name] = p.clone().half()
-        if not form or (site.place.loops and not item) or getattr(site.statement, "value", None) is not site.call:
+        name, _, item = made_low(script, site).partition("[")  # shadow[name] = p.clone().half()
+        if not form or not name or (site.place.loops and not item):
             continue
-        if AVERAGE_NAME.search(name) and _is_updated(script, name):
+        own = name.startswith("self.") and re.search(r"EMA|Ema|Averag|Shadow", classes.get(id(site.function), ""))
+        if (own or AVERAGE_NAME.search(name)) and _is_updated(script, name):
             yield Hit(site.call.lineno, f"the running average `{name}` is kept in {form}")
 
 
@@ -496,3 +500,32 @@ def _unknown_optimizer(script: Script) -> Iterator[Hit]:
 
 def _unpacked(call: ast.Call) -> bool:
     return any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
+
+
+def _managed(script: Script) -> Iterator[tuple[str, Site, set[Function]]]:
+    """Yield the calls of a file that leaves scaling in fp16 to one object, with its maker and where that is called."""
+    made = [(name, c) for c in script.calls if (name := script.called(c).rpartition(".")[2]) in FRAMEWORKS]
+    given = [(name, argument(call, None, FRAMEWORKS[name])) for name, call in made]
+    texts = {(name, ast.unparse(script.constant(value) or value)) for name, value in given if value is not None}
+    for by, text in texts if len(texts) == 1 and not script.scalers else ():
+        every = [s for s in all_sites(script) if getattr(s.function, "name", "") != "backward"]  # a hook of Lightning
+        calls = {s.function for s in every if method(s.call) in ("backward", "manual_backward") and s.call.args}
+        yield from ((by, site, calls) for site in every if IN_FP16.fullmatch(text))
+
+
+@check_of("HS066")
+def _past(script: Script) -> Iterator[Hit]:
+    for by, site, calls in _managed(script):
+        plain = method(site.call) == "backward" and not site.call.args and not MANAGERS.search(script.owner(site.call))
+        own = by != "Trainer" or "automatic_optimization = False" in script.text
+        if plain and own and not (calls and site.place.branches):
+            yield Hit(site.call.lineno, f"`{ast.unparse(site.call)}`, and the loss scale of `{by}` is not in it")
+
+
+@check_of("HS067")
+def _clipped(script: Script) -> Iterator[Hit]:
+    for by, site, calls in _managed(script) if "unscale_gradients" not in script.text else ():
+        hook = getattr(site.function, "name", "") == "on_after_backward"
+        scaled = hook if by == "Trainer" else by != "initialize" and site.function in calls
+        if scaled and CLIPPING.fullmatch(script.called(site.call)):
+            yield Hit(site.call.lineno, f"these gradients are multiplied by the loss scale of `{by}`")

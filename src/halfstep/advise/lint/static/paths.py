@@ -13,22 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
-from halfstep.advise.lint.rule import CHECKS, Hit
+from halfstep.advise.lint.rule import CHECKS, PATTERNS, WORDS, Hit
 from halfstep.advise.lint.static.regions import Place, blocks, entered, place_of
 from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_in, method, stored, targets, walked
 
-CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm|value|norms?)?_?")
+CLIPPING = PATTERNS["CLIPPING"]
 BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
 METHODS = frozenset({"step", "update", "scale", "first_step", "second_step"})
-MANAGERS = re.compile(r"(^|[._])(accelerator|fabric|engine|\w*engine|strategy|self|gm)$", re.IGNORECASE)
+MANAGERS = PATTERNS["MANAGERS"]
 READS = frozenset({"item", "tolist", "detach", "cpu", "numpy"})
-OF_SCALERS = {"unscale_": "unscale", "step": "scaler_step"} | {
-    n: n for n in ("scale", "unscale", "update", "get_scale")
-}
-SIZES = frozenset("norm vector_norm get_total_norm abs max mean std square pow histc".split())
-"""Methods and functions that take the size of gradients."""
-
-HARMLESS = re.compile(r"torch\.optim\.lr_scheduler\..*|print|len|isinstance|hasattr|getattr|type|id|float|str|.*log\w*")
+OF_SCALERS: dict[str, str] = WORDS["OF_SCALERS"]
+SIZES = frozenset[str](WORDS["SIZES"])
+HARMLESS = PATTERNS["HARMLESS"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +42,9 @@ class Op:
     place: Place
     scaler: str = ""  # "" if none takes part
     target: str = ""  # the optimizer, scheduler or loss; of "clip" the source of what is clipped
-    of: str = ""  # of "clip", the one optimizer that has the parameters, if the file makes each for one model
+    of: str = (
+        ""  # of "clip", the one optimizer that has the parameters, if known; of "scale" an earlier scaler; or PLAIN
+    )
 
 
 def words(text: str) -> set[str]:
@@ -81,7 +79,7 @@ class State:
 
     ops: tuple[Op, ...] = ()
     versions: dict[str, int] = field(default_factory=dict)
-    scaled: dict[str, str] = field(default_factory=dict)
+    scaled: dict[str, str] = field(default_factory=dict)  # loss -> its scaler; `PLAIN` if it has none for certain
     known: dict[str, bool] = field(default_factory=dict)
     ended: str = ""  # "loop" behind a break or continue, "function" behind a return or raise
 
@@ -94,6 +92,8 @@ class State:
         parts = (self.versions, self.scaled, self.known)
         return tuple(map(id, self.ops)), *(tuple(sorted(part.items())) for part in parts), self.ended
 
+
+PLAIN = "no scaler"
 
 Verdicts = Iterator[tuple[Op, str]]
 """Operations of a path on which a rule decides: with what is wrong, or with "" if it is right or cannot be known."""
@@ -196,7 +196,8 @@ class _Walk:
         elif name and owner in script.scalers:
             if name in OF_SCALERS:
                 target = self._versioned(script.key(first), state) if first is not None else ""
-                yield Op(OF_SCALERS[name], call, place, key, target)
+                twice = self._scaled_by(first, state) if name == "scale" and first is not None else ""
+                yield Op(OF_SCALERS[name], call, place, key, target, twice)
         elif name == "backward" and (call.args or MANAGERS.search(owner)):
             yield Op("managed_backward", call, place)
         elif isinstance(call.func, ast.Attribute) and name == "backward":
@@ -207,22 +208,24 @@ class _Walk:
             yield Op("step", call, place, target=key)
         elif name == "zero_grad":
             yield Op("zero", call, place, target=key)
-        elif name.endswith("_") and _has_grad(call.func):
+        elif name.endswith("_") and _has_grad(call if called.startswith("torch.") else call.func):
             yield Op("grads", call, place)
-        elif (read := _read(script, call)) and (scaler := state.scaled.get(read)):
+        elif (read := _read(script, call)) and (scaler := state.scaled.get(read, PLAIN)) != PLAIN:
             yield Op("read", call, place, scaler, read)
         else:
             yield from self._escapes(call, called, state, place)
 
     def _backward(self, call: ast.Call, loss: ast.expr, state: State, place: Place) -> Op:
         scaler = self._scaled_by(loss, state)
-        return Op("scaled_backward" if scaler else "plain_backward", call, place, scaler, ast.unparse(loss))
+        known = state.scaled.get(self.script.name(loss), "") if not scaler else ""
+        return Op("scaled_backward" if scaler else "plain_backward", call, place, scaler, ast.unparse(loss), known)
 
     def _scaled_by(self, node: ast.expr, state: State) -> str:
         for part in walked(node):
             if method(part) == "scale" and (owner := self.script.owner(part)) in self.script.scalers:
                 return self._versioned(owner, state)
-            if isinstance(part, (ast.Name, ast.Attribute)) and (found := state.scaled.get(self.script.name(part))):
+            found = state.scaled.get(self.script.name(part)) if isinstance(part, (ast.Name, ast.Attribute)) else ""
+            if found and found != PLAIN:
                 return found
         return ""
 
@@ -249,7 +252,7 @@ class _Walk:
         versions = [str(state.versions[word]) for word in re.findall(r"\w+", key) if word in state.versions]
         return f"{key}#{'.'.join(versions)}" if versions and key else key
 
-    def assign(self, node: ast.stmt, state: State) -> None:
+    def assign(self, node: ast.stmt, state: State, place: Place) -> None:
         if isinstance(node, ast.AugAssign):
             self.forget({self.script.key(node.target).rpartition(".")[2]}, state)
             return
@@ -257,6 +260,8 @@ class _Walk:
         if not targets(node) or value is None:
             return
         scaler = self._scaled_by(value, state) if _is_arithmetic(value) else ""
+        used = str([self.script.mentions.get(self.script.called(c).rpartition(".")[2]) for c in calls_in(node)])
+        scaler = PLAIN if not scaler and place.region and ".scale'" not in used else scaler
         new = SCALERS.fullmatch(self.script.called(value))
         for target in targets(node):
             self.rebind(target, state)
@@ -325,7 +330,7 @@ class _Walk:
             return states
         for state in states:
             self.expression(node, state, place)
-            self.assign(node, state)
+            self.assign(node, state, place)
         return states
 
     def choice(self, node: ast.If, states: list[State], place: Place) -> list[State]:

@@ -7,16 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from halfstep.advise.lint.rule import WORDS
 from halfstep.advise.lint.static.script import Function, Script, argument, calls_in, stored, walked
 
-DEVICES = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
-"""Autocast's constructors that are for one device."""
-
-ANY_DEVICE = {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "halfstep.autocast"}
-"""Autocast's constructors whose first argument is the device type."""
-
-NO_GRAD = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"})
-
+DEVICES: dict[str, str] = WORDS["DEVICES"]
+ANY_DEVICE = frozenset[str](WORDS["ANY_DEVICE"])
+NO_GRAD = frozenset[str](WORDS["NO_GRAD"])
 DEFAULTS = {"cuda": "fp16", "cpu": "bf16"}  # device type -> the format of torch.autocast without a dtype
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from halfstep.advise.lint.rule import Hit, check_of
+from halfstep.advise.lint.rule import PATTERNS, Hit, check_of
 from halfstep.advise.lint.static.paths import (
     BACKWARDS,
     CLIPPING,
@@ -24,11 +24,9 @@ from halfstep.advise.lint.static.paths import (
 from halfstep.advise.lint.static.regions import region_of, sites
 from halfstep.advise.lint.static.script import SCALERS, Script, argument, method, walked
 
-SKIPS = re.compile(r"skip|scale|inf|finite|overflow|stepped|applied|update|success|\bsync|\bdid_")
-"""Words of a condition that may be about skipped steps."""
-
-UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})
-"""Operations behind which the gradients' scale is not known."""
+SKIPS = PATTERNS["SKIPS"]
+STEPS = ("step", "scaler_step", "escape")
+UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})  # behind them no scale is known
 
 
 @on_paths("HS002", library="torch")
@@ -127,8 +125,8 @@ def _forgotten_scale(script: Script) -> Iterator[Hit]:
         if isinstance(node, ast.Expr) and method(node.value) in ("scale", "scale_loss"):
             if (owner := script.owner(node.value)) in script.scalers:
                 yield Hit(node.value.lineno, f"the result of `{owner}.scale`, the scaled loss, is not used")
-    if not any(isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss") for n in walked(script.tree)):
-        yield from judged(script, _never_scaled)
+    some = any(isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss") for n in walked(script.tree))
+    yield from judged(script, partial(_never_scaled, some=some))
     own = {key for key in script.scalers if key.endswith("]") or any(map(SCALERS.fullmatch, script.makers(key)))}
     used = {script.owner(call).rpartition(".")[2] for call in script.calls if method(call) == "scale"}
     idle = {key for key in own if key.rpartition(".")[2] not in used}
@@ -142,14 +140,17 @@ def _scaled_by_another(path: Sequence[Op], idle: set[str]) -> Verdicts:
             yield op, f"`{plain(op.scaler)}` steps and scales no loss in this file, `{plain(scaled[0])}` does"
 
 
-def _never_scaled(path: Sequence[Op]) -> Verdicts:
+def _never_scaled(path: Sequence[Op], some: bool) -> Verdicts:
     backward: Op | None = None
     for op in path:
-        if op.kind == "plain_backward" or op.kind in UNKNOWN:
-            backward = op if op.kind == "plain_backward" else None
+        if op.kind == "plain_backward":
+            backward = op if op.of or not some else None
+        elif op.kind in UNKNOWN or (some and op.kind in ("scaled_backward", "zero", "iteration", "step")):
+            yield from [(backward, "")] if backward and op.kind == "step" else ()
+            backward = None
         elif op.kind == "scaler_step" and backward:
-            what = f"`{backward.target}.backward()` before `{plain(op.scaler)}.step`, and the file scales no loss"
-            yield backward, what
+            why = "it is not scaled" if some else "the file scales no loss"
+            yield backward, f"`{backward.target}.backward()` before `{plain(op.scaler)}.step`, and {why}"
 
 
 @on_paths("HS008")
@@ -196,11 +197,7 @@ def _scheduler(path: Sequence[Op]) -> Verdicts:
             yield op, what if op.place.loops == step.place.loops and not told else ""
 
 
-OTHER_SCALING = re.compile(  # words in a file that has another way to scale a loss than a GradScaler that is visible
-    r"scaler|loss_?scal|grad_?scal|\.scale\(|accelerat|deepspeed|lightning|\bapex\b|fabric|TrainStep|hs\.prepare",
-    re.IGNORECASE,
-)
-
+OTHER_SCALING = PATTERNS["OTHER_SCALING"]
 FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
 
 
@@ -275,8 +272,9 @@ def _fp16_without(script: Script) -> Iterator[Hit]:
         return
     for function in script.functions:
         calls = sites(script, function)
-        backward = any(method(s.call) == "backward" and not s.call.args for s in calls)
-        if not backward or not any(is_call(script, s.call, script.optimizers, "step") for s in calls):
+        losses = [s.call.func for s in calls if method(s.call) == "backward" and not s.call.args]
+        by_hand = any(isinstance(getattr(getattr(loss, "value", None), "op", None), ast.Mult) for loss in losses)
+        if not losses or by_hand or not any(is_call(script, s.call, script.optimizers, "step") for s in calls):
             continue
         for region in dict.fromkeys(s.place.torch_region for s in calls if not s.place.no_grad):
             if region is not None and region.dtype == "fp16":
@@ -393,6 +391,25 @@ def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
             scaler, waiting = "", []
 
 
+@on_paths("HS064")
+def _scaled_twice(path: Sequence[Op]) -> Verdicts:
+    for op in path:
+        if op.kind == "scale":
+            yield op, f"`{op.target.partition('#')[0]}` is scaled by `{plain(op.of)}` already" if op.of else ""
+
+
+@on_paths("HS065")
+def _clipped_behind(path: Sequence[Op]) -> Verdicts:
+    stepped = False
+    for number, op in enumerate(path):
+        if op.kind == "clip":
+            later = next((o.kind for o in path[number:] if o.kind in BACKWARDS or o.kind in STEPS), "")
+            late = stepped and later not in STEPS and "inf" not in ast.unparse(op.call)
+            yield op, "gradients are clipped behind the step of them" if late else ""
+        elif op.kind in BACKWARDS or op.kind in STEPS:
+            stepped = op.kind in ("step", "scaler_step")
+
+
 WHILE = "while they are multiplied by the scale of `{0}`"
 CLIPPED = f"gradients are clipped {WHILE}: no `{{0}}.unscale_` since the backward pass"
 on_paths("HS001")(partial(_while_scaled, kind="clip", what=CLIPPED))
@@ -401,16 +418,17 @@ on_paths("HS055")(partial(_while_scaled, kind="grads_read", what="these are grad
 
 
 def _is_shift(node: ast.AST) -> bool:
-    """Return whether a change of gradients is another one at another scale: it adds what is no gradient, or clamps."""
+    """Return whether a change of gradients is another one at another scale, or hides an overflow from the scaler."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name), args=args):
-            return "clamp" in name or (name in ("add_", "sub_") and not any(map(_has_scale, args)))
+            hides = bool(re.search("clamp|nan_to_num", name))
+            return hides or (name in ("add_", "sub_") and not any(map(_has_scale, args)))
         case ast.AugAssign(op=ast.Add() | ast.Sub(), value=value):
             return not _has_scale(value)
         case ast.Assign(value=ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right)):
             return not (_has_scale(left) and _has_scale(right))
-        case ast.Assign(value=value):
-            return "clamp" in method(value)
+        case ast.Assign(targets=[target], value=value):
+            return bool(re.search(r"clamp|nan_to_num|\[.*is(finite|nan|inf)", f"{method(value)} {ast.unparse(target)}"))
     return False
 
 
@@ -419,10 +437,9 @@ def _has_scale(node: ast.expr) -> bool:
     return "grad" in re.sub(r"\w+_like\([^()]*\)", "", ast.unparse(node))
 
 
-CLEARS = re.compile(r"zero_grad|\.grad\s*=|set_to_none|\.grad\.(zero_|detach_|fill_)|optimizer_zero|clear_grad")
+CLEARS = PATTERNS["CLEARS"]
 TRAIN_STEPS = ("halfstep.TrainStep", "halfstep.step.TrainStep")
-OWN_LOOPS = re.compile(r"accelerat|deepspeed|lightning|fabric|colossal", re.IGNORECASE)
-"""Words in a file whose loop another library runs: what it clears and when it steps is not in the file."""
+OWN_LOOPS = PATTERNS["OWN_LOOPS"]
 
 
 @check_of("HS034")

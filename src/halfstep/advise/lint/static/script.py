@@ -14,22 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+from halfstep.advise.lint.rule import PATTERNS, WORDS
 from halfstep.advise.lint.static.inline import inlined
 from halfstep.errors import LintError
 
-FORMATS = {  # torch's names of formats -> this package's
-    "torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32",
-    "torch.float": "fp32", "torch.float64": "fp64", "torch.double": "fp64",
-}  # fmt: skip
-
-SCALERS = re.compile(r"(torch\..*|halfstep)\.(Sharded)?GradScaler")
-OPTIMIZERS = re.compile(
-    r"torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)?[A-Z]\w+"
-    r"|(.*\.)?(Fused|Distributed)?(Adam|AdamW|SGD|Adafactor|Lion|RMSprop)"
-)
-OPTIMIZER_NAME = re.compile(r"(^|[._])(optim|optimizers?|opt)(_\w+|\d*)?$|_optim(izer)?$", re.IGNORECASE)
+FORMATS: dict[str, str] = WORDS["FORMATS"]
+SCALERS = PATTERNS["SCALERS"]
+OPTIMIZERS = PATTERNS["OPTIMIZERS"]
+OPTIMIZER_NAME = PATTERNS["OPTIMIZER_NAME"]
+SCHEDULERS = PATTERNS["SCHEDULERS"]
 OPTIMIZER_METHODS = ("step", "first_step", "second_step", "zero_grad", "state_dict", "load_state_dict")
-SCHEDULERS = re.compile(r"torch\.optim\.lr_scheduler\.[A-Z]\w+|(.*\.)?get_\w*schedule\w*")
 SCHEDULER_NAME = re.compile(r"sched", re.IGNORECASE)
 
 
@@ -193,6 +187,9 @@ class Script:
             for target in targets(node) if not isinstance(node, ast.AugAssign) else ():
                 for key, value in self._bound(target, node.value):  # type: ignore[attr-defined]  # it is one of them
                     found.setdefault(key, []).append(value)
+            for one in node.body if isinstance(node, ast.ClassDef) else ():
+                for key, value in [pair for t in targets(one) for pair in self._bound(t, getattr(one, "value", None))]:
+                    found.setdefault(f"self.{key}", []).append(value)
         return found
 
     def _bound(self, target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, Value]]:
@@ -203,7 +200,7 @@ class Script:
             if isinstance(value, ast.Dict):
                 parts = [(k, v) for k, v in zip(value.keys, value.values, strict=True) if isinstance(k, ast.Constant)]
                 yield from ((f"{key}[{k.value!r}]", Value(v)) for k, v in parts)
-            elif self.called(value) in {"types.SimpleNamespace", "argparse.Namespace", *self._classes}:
+            elif self.called(value) in {"types.SimpleNamespace", "argparse.Namespace", *self.classes}:
                 yield from ((f"{key}.{k.arg}", Value(k.value)) for k in value.keywords)  # type: ignore[attr-defined]
         elif isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
             for part, each in zip(target.elts, value.elts, strict=True):
@@ -232,7 +229,8 @@ class Script:
         return [v.node for k, values in self.assigned.items() if k == key or k.startswith(f"{key}[") for v in values]
 
     @cached_property
-    def _classes(self) -> set[str]:
+    def classes(self) -> set[str]:
+        """The names of the classes of the file."""
         return {node.name for node in walked(self.tree) if isinstance(node, ast.ClassDef)}
 
     @cached_property

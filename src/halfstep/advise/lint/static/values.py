@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
-from halfstep.advise.lint.rule import Hit, check_of
-from halfstep.advise.lint.static.regions import Placed, expressions, placed, value_at
+from halfstep.advise.lint.rule import PATTERNS, WORDS, Hit, check_of
+from halfstep.advise.lint.static.regions import Placed, all_sites, expressions, placed, value_at
 from halfstep.advise.lint.static.script import Function, Script, argument, method, stored, targets, walked
 
-SQUARED_ERROR = re.compile(r"torch\.nn\.(functional\.mse_loss|MSELoss)")
-FIXED = re.compile(r"target|label|\bgt\b|_gt|gt_|true|\by\b|mask|count|weight")  # names of values that have no gradient
+SQUARED_ERROR = PATTERNS["SQUARED_ERROR"]
+FIXED = PATTERNS["FIXED"]
 
 
 def _differentiated(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
@@ -176,31 +176,15 @@ def raised(script: Script, node: ast.expr | None) -> ast.expr | None:
     return None
 
 
-PRODUCTS = re.compile(  # functions that autocast runs in the low format
-    r"torch\.(mm|matmul|bmm|mv|addmm|addmv|addbmm|baddbmm|einsum|chain_matmul|linalg\.multi_dot)"
-    r"|torch\.nn\.functional\.(linear|conv\w*|bilinear)"
-)
-
-MAKING = re.compile(r"torch\.(zeros|ones|full|empty|tensor|arange|rand|randn|linspace|as_tensor)(_like)?")
-ZEROS = re.compile(r"torch\.(zeros|tensor|full|as_tensor)(_like)?")
-VIEWS = frozenset({"T", "mT", "data"})
-
-KEEPING = frozenset(  # methods and functions whose result has the format of their first operand
-    "sigmoid tanh relu abs view reshape transpose permute squeeze unsqueeze contiguous clone detach masked_fill expand "
-    "flatten mul div add sub neg clamp clamp_min t chunk gather".split()
-)
-
-REDUCING = frozenset("mean var std pow sqrt square sum norm vector_norm rsqrt softmax".split())
-"""The same, where nothing in the file autocasts: a region computes some of them in fp32."""
-
-LOSSES = re.compile(
-    r"torch\.nn\.functional\.(cross_entropy|nll_loss|mse_loss|l1_loss|smooth_l1_loss|huber_loss|kl_div|ctc_loss"
-    r"|binary_cross_entropy_with_logits|cosine_embedding_loss|triplet_margin_loss|poisson_nll_loss)"
-    r"|torch\.nn\.(CrossEntropy|NLL|MSE|L1|SmoothL1|Huber|KLDiv|CTC|BCEWithLogits|CosineEmbedding|TripletMargin|PoissonNLL)Loss"
-)
-
-BY_INDEX = re.compile(r"torch\.nn\.(functional\.)?(cross_entropy|nll_loss|CrossEntropyLoss|NLLLoss)")
-"""Losses whose target is an index: they have the format of their first operand. Others promote it to the target's."""
+PRODUCTS = PATTERNS["PRODUCTS"]
+MAKING = PATTERNS["MAKING"]
+ZEROS = PATTERNS["ZEROS"]
+VIEWS = frozenset[str](WORDS["VIEWS"])
+KEEPING = frozenset[str](WORDS["KEEPING"])
+REDUCING = frozenset[str](WORDS["REDUCING"])
+LOSSES = PATTERNS["LOSSES"]
+BY_INDEX = PATTERNS["BY_INDEX"]
+LONG = PATTERNS["LONG"]
 
 LARGEST_FP16 = 65504.0
 ROUNDS_TO_ZERO = 2.0**-25  # the largest number that fp16 rounds to 0: half of its smallest subnormal, 2**-24
@@ -210,10 +194,15 @@ ROUNDS_TO_ONE = {"fp16": 1 - 2.0**-12, "bf16": 1 - 2.0**-9}  # format -> the sma
 class _Formats:
     """The formats of a function's values, statement by statement."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, function: Function) -> None:
         self.script = script
+        self.around = _around(script) if getattr(function, "name", "") == "forward" else ""
         self.known: dict[str, str] = {}
         self.sums: dict[str, int] = {}  # name of zeros -> the loops around them
+
+    def low(self, where: Placed) -> str:
+        """Return the format of the region around a statement; of a forward that is in none, of those that call it."""
+        return where.place.low if where.place.regions else self.around
 
     def of(self, node: ast.AST, where: Placed) -> str:
         """Return "fp16" or "bf16" for an expression that has this format for certain, else ""."""
@@ -221,7 +210,7 @@ class _Formats:
             return self.known.get(node.id, "")
         if isinstance(node, ast.BinOp):
             if isinstance(node.op, ast.MatMult):
-                return where.place.low
+                return self.low(where)
             if isinstance(node.op, ast.Pow):
                 return self.of(node.left, where) if "autocast" not in self.script.text else ""
             sides = {self.of(side, where) for side in (node.left, node.right) if not self.script.is_number(side)}
@@ -233,9 +222,9 @@ class _Formats:
         called = self.script.called(node)
         of_torch = called.startswith("torch.")
         if PRODUCTS.fullmatch(called) or (method(node) in ("matmul", "mm", "bmm") and not of_torch):
-            return where.place.low
+            return self.low(where)
         if _ends_in_product(self.script, node):
-            return where.place.low
+            return self.low(where)
         if form := self.script.low_format(node):
             return form
         given = argument(node, None, "dtype")
@@ -262,6 +251,15 @@ class _Formats:
             self.known.pop(statement.target.id, None)
 
 
+@lru_cache(maxsize=256)
+def _around(script: Script) -> str:
+    """Return the format of the regions in which a file calls all of its modules, as far as they are known; else ""."""
+    own = [s for s in all_sites(script) if getattr(s.function, "name", "") != "forward"]
+    called = [(s, script.called(s.call)) for s in own]
+    formats = {s.place.low for s, name in called if name in script.models or script.makers(name) & script.classes}
+    return formats.pop() if len(formats) == 1 else ""
+
+
 def _ends_in_product(script: Script, call: ast.Call, deep: int = 3) -> bool:
     made: ast.AST | None = script.constant(call.func)
     while method(made) in ("cuda", "to", "train"):
@@ -281,6 +279,8 @@ def _last(script: Script, name: str) -> tuple[ast.expr | None, ...]:
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         yield from zip(target.elts, value.elts, strict=True)
+    elif isinstance(target, ast.Tuple):  # q, k, v = x.chunk(3)
+        yield from ((part, value) for part in target.elts)
     else:
         yield target, value
 
@@ -301,7 +301,7 @@ def _number(script: Script, node: ast.expr | None) -> float | None:
 def _with_formats(script: Script) -> Iterator[tuple[_Formats, Placed, ast.expr | ast.stmt]]:
     """Yield statements and their expressions in the order of the source, with the formats known before them."""
     for function in script.functions if script.uses_torch else ():
-        formats = _Formats(script)
+        formats = _Formats(script, function)
         for where in placed(script, function):
             yield from ((formats, where, node) for node in walked(where.node) if isinstance(node, (ast.expr, ast.stmt)))
             formats.note(where)
@@ -358,7 +358,8 @@ def _loss(script: Script, node: ast.AST) -> str:
 @check_of("HS046")
 def _low_loss(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
-        name = _loss(script, node) if where.place.region is None and not where.place.no_grad else ""
+        outside = where.place.region is None and not where.place.no_grad and not formats.around
+        name = _loss(script, node) if outside else ""
         if name and isinstance(node, ast.Call):
             operands = node.args[: 1 if BY_INDEX.fullmatch(name) else 2]
             form = formats.of(node.args[0], where)
@@ -394,3 +395,14 @@ def _low_sum(script: Script) -> Iterator[Hit]:
             case ast.AugAssign(target=ast.Name(id=name), op=ast.Add()) if formats.known.get(name):
                 if formats.sums.get(name, 99) < len(where.place.loops):
                     yield Hit(node.lineno, f"`{name}` sums up in {formats.known[name]}")
+
+
+@check_of("HS068")
+def _low_counts(script: Script) -> Iterator[Hit]:
+    for function, where, node in expressions(script):
+        made = getattr(getattr(node, "func", None), "value", None) if script.low_format(node) else node
+        if isinstance(made, ast.Call) and script.called(made) == "torch.arange":
+            form = script.low_format(node) or script.format_of(argument(made, None, "dtype"))
+            text = " ".join(ast.unparse(value_at(script, function, where, end)) for end in made.args)
+            if form in ("fp16", "bf16") and LONG.search(text):
+                yield Hit(node.lineno, f"`{ast.unparse(made)}` is counted in {form}")

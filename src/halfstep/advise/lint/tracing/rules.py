@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfstep.advise.lint.rule import RULES, Check, Hit, LintFinding, check_of
+from halfstep.advise.lint.rule import RULES, WORDS, Check, Hit, LintFinding, check_of
 from halfstep.advise.lint.tracing import trace as traced
 from halfstep.advise.lint.tracing.trace import Trace, TracedCall, Weight, hit_at, place_of, trace_step
 from halfstep.errors import BindError, LintError
@@ -143,14 +143,8 @@ def _raises(trace: Trace) -> Iterator[Hit]:
 
 Found = Iterator[tuple[TracedCall, str]]
 
-LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""Operators with a weight whose first two dimensions are the outputs and the inputs of a product."""
-
-SMALL = 8
-"""Sizes below this belong to data (channels of an image, coordinates); padding them is not for the model to decide."""
-
-GUARDS = frozenset({"add", "clamp", "maximum", "max", "sub"})
-"""Operators by which a small constant keeps a divisor or a logarithm from 0."""
+LAYERS, GUARDS = frozenset[str](WORDS["LAYERS"]), frozenset[str](WORDS["GUARDS"])
+SMALL = 8  # sizes below this belong to data (channels, coordinates); padding them is not for the model to decide
 
 
 def by_line(code: str) -> Callable[[Callable[[Trace], Found]], Check]:

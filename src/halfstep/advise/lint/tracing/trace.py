@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 from torch.optim import Optimizer
 
 import halfstep as hs
-from halfstep.advise.lint.rule import Hit
+from halfstep.advise.lint.rule import WORDS, Hit
 from halfstep.formats import LOW_DTYPES
 from halfstep.lens import OperatorCall, OperatorSink, Tracer, user_frame
 from halfstep.tasks import Task
@@ -27,17 +27,7 @@ from halfstep.tasks.machine import generators_kept
 from halfstep.torch_private.modes import DisableTorchFunction
 from halfstep.trees import tensors
 
-READS = frozenset(  # functions for whose result, or its shape, the host waits
-    "item tolist numpy __bool__ __float__ __int__ __index__ is_nonzero nonzero equal allclose masked_select unique "
-    "unique_consecutive".split()
-)
-
-MAKES = frozenset(
-    "to float double half bfloat16 type type_as contiguous clone detach unsqueeze squeeze view reshape expand "
-    "expand_as transpose permute flatten __getitem__ __get__ clamp add sub sqrt max".split()
-)
-"""Functions whose result stands for their argument where a formula of several operators is looked for."""
-
+READS, MAKES = frozenset[str](WORDS["WAITS"]), frozenset[str](WORDS["MAKES"])
 MASKED_ROW = "masked row"  # a softmax over values that are all -inf
 INFINITE_DERIVATIVE = "infinite derivative"  # an argument where the operator's derivative is infinite or nan
 NOT_FINITE = "not finite"  # a result with inf or nan from finite arguments
