@@ -241,7 +241,6 @@ def test_layers_makers_kernels_and_hooks_get_the_low_tensor_itself() -> None:
     loss.backward()
     handle.remove()
     assert torch.equal(gradient, parameter.grad) and len(heard) == 2 and owner.heard == []
-    assert torch.sum(parameter).dtype is BF16  # with gradients: what modules compute
 
 
 def test_it_sees_low_tensors_as_they_are_where_that_is_asked_for_also_after_an_error() -> None:

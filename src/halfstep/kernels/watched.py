@@ -2,8 +2,9 @@
 
 A low parameter has an owner (a weight store), which keeps its fp32 value. The class of such a parameter becomes
 `WatchedParameter`: its in-place methods (`WRITES`) change the fp32 value, which is then rounded into the low weight.
-``.data`` and `detach` give a `WeightTensor`, whose functions do the same. Operators and functions in `READS` read fp32
-values: outside of regions, where no policy says in which format they compute. A copy of a low parameter (`clone`,
+``.data`` and `detach` give a `WeightTensor`, whose functions do the same. Functions that are no layer's (those beside
+other low tensors) read fp32 values, through which gradients flow: outside of regions, where no policy says in which
+format they compute. A copy of a low parameter (`clone`,
 `copy.deepcopy`, ``detach().to(device)``) has its fp32 value, and averages that are computed with such a copy read fp32
 values. Forward and backward passes of prepared models, and functions that torch.compile traces, see low tensors.
 
@@ -25,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from sys import _getframe
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +49,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 TORCH_OPS = (OpOverload, OpOverloadPacket)
 NOTES = "_halfstep_notes"
-OURS = (str(Path(__file__).parent.parent), str(Path(nn.utils.__file__).parent))
+_UTILS = Path(nn.utils.__file__).parent
+OURS = (str(Path(__file__).parent.parent), *(str(_UTILS / name) for name in ("parametriz", "spectral_", "weight_")))
 """Where functions get what is stored: halfstep, and torch's parametrizations, whose parts have one format."""
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 GETTER = type(_get)  # of an attribute
+TURNED = frozenset({Tensor.T, Tensor.mT, Tensor.H, Tensor.mH})
 
 SHAPES = frozenset(
     "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ resize_as_sparse_ set_ share_memory_ "
@@ -78,23 +81,30 @@ READS = frozenset(
     "mean minimum mul multiply neg negative norm pow rsub sqrt square sub subtract sum true_divide".split()
 )
 """Functions that read fp32 values by hand, also beside other low tensors: arithmetic in any format."""
-NUMBERS = frozenset("__array__ __float__ allclose equal isclose item tolist".split())
+NUMBERS = frozenset("__array__ __float__ allclose equal isclose item numpy tolist".split())
 METHODS = READS | frozenset(
     "amax amin cos cumsum diff erf expm1 fliplr flipud flip gather index_select kthvalue log10 log1p log2 logsumexp "
     "masked_fill masked_select max median min nan_to_num nansum prod quantile reciprocal renorm repeat "
     "repeat_interleave roll rot90 round rsqrt sigmoid sign sin softmax sort std take take_along_dim tanh tile topk "
     "trace tril triu unique var where".split()
 )
-"""Methods of a parameter that read its fp32 value. Of an alias all functions do, unless they compute with other low
-tensors, as a layer does, or make tensors like it."""
-PRODUCTS = frozenset("__matmul__ bmm dot inner matmul mm mv outer vdot".split())
-"""Functions of several low parameters that are by hand: with other tensors they are a layer's."""
+"""Methods of a parameter that read its fp32 value, beside `READ_TOO`. Of an alias all functions do, unless they compute
+with other low tensors, as a layer does, or make tensors like it."""
+LAYERS = frozenset({"backward", "embedding", "embedding_bag", "grad"})
+"""Functions of low weights alone, or of integers too, that get these weights."""
 VIEWS = frozenset(
     "__getitem__ as_strided chunk detach diagonal expand expand_as flatten hsplit movedim narrow permute ravel reshape "
     "reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten "
     "unfold unsqueeze view view_as vsplit".split()
 )
 """Functions whose results may be views: aliases of a part of the weight."""
+READ_TOO = frozenset(
+    name
+    for name in set(dir(Tensor)) - WRITES - METHODS - VIEWS - NUMBERS - CASTS
+    if callable(getattr(torch, name, None))
+    and not (name.startswith(("_", "is_")) or name in {"device", "dtype", "get_device", "layout", "numel", "storage"})
+) | frozenset("__eq__ __floordiv__ __ge__ __gt__ __le__ __lt__ __matmul__ __mod__ __ne__ __rmatmul__".split())
+"""Methods that this class leaves as they are and that read fp32 values by hand, as the functions of torch do."""
 
 
 class Owner(ABC):
@@ -166,16 +176,19 @@ class Owner(ABC):
 class _Notes:
     """What is known of one low parameter: `owner` returns what keeps its fp32 value, None if that is gone."""
 
-    __slots__ = ("alias", "name", "owner", "replaced", "seen")
+    __slots__ = ("alias", "given", "name", "owner", "replaced", "seen")
 
     def __init__(self, owner: Callable[[], Owner | None], name: str) -> None:
         self.owner, self.name = owner, name
         self.alias: Tensor | None = None  # what every ``.data`` is an alias of: its version counts writes of low values
+        self.given: list[weakref.ref[Any]] = []  # the ``.data`` that users hold
         self.seen, self.replaced = 0, False  # its version last read; whether it counted writes when last replaced
 
 
 class WatchedParameter(Tensor):
     """A low parameter, or the copy of such a parameter in fp32; it is a Parameter for torch, see `_is_param`."""
+
+    on: ClassVar[bool] = True  # see `by_hand`
 
     @classmethod
     def __torch_function__(
@@ -185,8 +198,12 @@ class WatchedParameter(Tensor):
         if is_dynamo_compiling():
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if type(func) is GETTER or _getframe(1).f_code.co_filename.startswith(OURS):
+        plain = type(func) is GETTER and getattr(func, "__self__", None) not in TURNED
+        file = "" if plain else _getframe(1).f_code.co_filename
+        if plain or file.startswith(OURS):
             return disabled_torch_function_impl(func, types, args, *([kwargs] if kwargs else ()))
+        if func is Tensor.new_empty and file == nn.init.__file__:  # for a decomposition
+            return func(_plain(Tensor.detach(args[0]).float()), *args[1:], **kwargs)
         with DisableTorchFunctionSubclass():
             if _is_by_hand(func, types, args, kwargs):
                 return _call(func, args, kwargs)
@@ -202,15 +219,17 @@ class WatchedParameter(Tensor):
         if is_dynamo_compiling():  # as it is traced for other parameters; writes into it count in `_version`
             return Tensor.detach(self)
         notes = self.__dict__.get(NOTES)
-        if torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():  # whose modes know plain tensors
+        if is_in_torch_dispatch_mode():  # whose modes know plain tensors
             return _get(self)
-        if notes is None:
+        if notes is None or torch.is_inference_mode_enabled():  # where tensors have no version
             return _derived(_get(self), source=self, counted=False)
         if notes.alias is None:
             notes.alias, notes.seen = _get(self), 0
             if (owner := notes.owner()) is not None:
                 owner.data_read()
-        return _derived(notes.alias.detach(), source=self, counted=False)  # all share one version counter
+        made = _derived(notes.alias.detach(), source=self, counted=False)  # all share one version counter
+        notes.given = [*(known for known in notes.given if known() is not None), weakref.ref(made)]
+        return made
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -220,6 +239,9 @@ class WatchedParameter(Tensor):
             # in ``p.data += x`` the alias is written, and then given back as the data
             notes.replaced = notes.replaced or (notes.alias is not None and notes.alias._version != notes.seen)
             if (owner := notes.owner()) is not None:
+                held = [] if plain.data_ptr() == self.data_ptr() or plain.shape != self.shape else notes.given
+                for made in [made for known in held if (made := known()) is not None]:  # keeps values that it had
+                    _release_alias(made, self)
                 converted = plain is not value and value.__dict__.get("converted") is self
                 plain = owner.replaced(self, notes.name, plain, converted=converted)
             notes.alias, notes.seen = None, 0
@@ -409,13 +431,20 @@ def _fp32(value: Any) -> Any:
     if source is None:
         return value.float() if _is_low(value) else value
     owner: Any = _owner(source)
-    wide: Tensor = owner.value(source).detach()
-    if value is source and source.requires_grad and torch.is_grad_enabled():
-        linked = Tensor.float(source)
-        with torch.no_grad():
-            linked.copy_(wide)
-        return linked
-    return _part(wide, value, source)
+    wide = _part(owner.value(source).detach(), value, source)
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return wide
+    linked = Tensor.float(value)
+    with torch.no_grad():
+        linked.copy_(wide)
+    return linked
+
+
+def _release_alias(made: Any, source: Any) -> None:
+    """Make an alias a tensor of its own, with the fp32 value that it has."""
+    made.__dict__.clear()
+    with DisableTorchFunctionSubclass():
+        _set(made, _read(source))
 
 
 def _part(whole: Tensor, alias: Tensor, source: Tensor) -> Tensor:
@@ -432,6 +461,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
     if name in {"__deepcopy__", "__reduce_ex__"}:
         return _taken_along(args, kwargs, pickled=name == "__reduce_ex__")
+    if name == "__format__" and not args[0].shape:  # as of the number
+        return func(_fp32(args[0]).detach().as_subclass(Tensor), *args[1:])
     written = _written(func, args, kwargs)
     if written is not None:
         return _write(func, args, kwargs, written, fills=name in FILLS)
@@ -452,6 +483,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             return func(*args, **kwargs)
     if name not in COPIES:
         found = func(*map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
+        if sources and name in {"__array__", "numpy"}:
+            found.flags.writeable = False  # a write would not reach the weight
         if copies or name in READS | NUMBERS or tensors_in(found):
             return found
         return func(*args, **kwargs)  # what it says of the low tensor itself: size, address, text
@@ -471,6 +504,7 @@ def by_hand(on: bool) -> None:
 
     For all threads: while one is in a forward pass, others see what is stored. See note [by hand].
     """
+    WatchedParameter.on = on
     WatchedParameter.__torch_function__ = BY_HAND if on else disabled_torch_function_impl  # type: ignore[assignment]
 
 
@@ -479,12 +513,12 @@ def as_stored(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = WatchedParameter.__dict__["__torch_function__"]
+        before = WatchedParameter.on
         try:
             by_hand(False)
             return function(*args, **kwargs)
         finally:
-            WatchedParameter.__torch_function__ = before  # type: ignore[method-assign]
+            by_hand(before)
 
     return run
 
@@ -492,8 +526,8 @@ def as_stored(function: Callable[P, R]) -> Callable[P, R]:
 def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether `func` of low parameters reads or writes their fp32 values.
 
-    Not a method that `WatchedParameter` leaves as it is, what `torch.ops` has, nor what a layer computes: the function
-    of a low parameter and of other tensors that is no arithmetic.
+    Not a method that says of the low tensor itself, what `torch.ops` has, nor what a layer computes: the function of a
+    low parameter and of other low tensors that is no arithmetic.
     """
     if isinstance(func, TORCH_OPS) or not OWN.issuperset(types):
         return False
@@ -503,12 +537,20 @@ def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
         return False
     if _written(func, args, kwargs) is not None:
         return True
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and _is_for_torch():
         return False
     name = func.__name__.removeprefix("_foreach_")
-    if args and type(args[0]) is WatchedParameter and getattr(Tensor, name, None) is func:
-        return name in PRODUCTS and len(sources) == len(tensors)
-    return name in READS or len(sources) == len(tensors)
+    if args and type(args[0]) is WatchedParameter and getattr(Tensor, name, None) is func and name not in READ_TOO:
+        return False
+    return name in READS or (name not in LAYERS and _reads_only(name, tensors))
+
+
+def _is_for_torch() -> bool:
+    """Return whether a dispatch mode computes, which knows plain tensors, or a parametrization, which keeps formats."""
+    frame: Any = _getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(OURS[1:]):
+        frame = frame.f_back
+    return frame is not None or is_in_torch_dispatch_mode()
 
 
 OWN = frozenset({Tensor, nn.Parameter, WatchedParameter, WeightTensor})
@@ -517,7 +559,7 @@ OWN = frozenset({Tensor, nn.Parameter, WatchedParameter, WeightTensor})
 def _alias(made: Tensor, of: Any) -> Tensor:
     """Return `made` as an alias of the parameter that `of` is, or is an alias of, if it is in its memory."""
     source: Any = _source(of)
-    if type(made) is not Tensor or type(local := _get(source)) is not Tensor or not is_dense(local):
+    if source is None or type(made) is not Tensor or type(local := _get(source)) is not Tensor or not is_dense(local):
         return made
     if storage_key(made.untyped_storage()) != storage_key(local.untyped_storage()):
         return made
@@ -525,8 +567,8 @@ def _alias(made: Tensor, of: Any) -> Tensor:
 
 
 def _reads_only(name: str, tensors: list[Tensor]) -> bool:
-    """Return whether a function of aliases only reads: no layer's, with other low tensors, and no ``zeros_like``."""
-    if name.startswith("new_") or name.endswith(("_like", "type_as", "_type", "numpy")):
+    """Return whether a function only reads: no layer's, with other low tensors, and no ``zeros_like``."""
+    if name.startswith(("new_", "is_")) or name.endswith(("_like", "type_as", "_type")):
         return False
     return not any(_is_low(value) and _source(value) is None for value in tensors)
 
@@ -536,7 +578,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     name = func.__name__.removeprefix("_foreach_")
     if kwargs.get("out") is None and (name in WRITES or (name.endswith("_") and not name.endswith("__"))):
         return args[0] if args else next(iter(kwargs.values()))
-    return kwargs.get("out")
+    return args[0] if kwargs.get("inplace") and args else kwargs.get("out")
 
 
 def _derived(values: Tensor, **attributes: Any) -> Tensor:
@@ -584,7 +626,9 @@ def _write(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Any, *, fills: bool
 ) -> Any:
     """Call a function that writes `written`: where that is low weights, it writes their fp32 values."""
-    if torch.is_grad_enabled() and any(value.requires_grad for value in tensors_in((args, kwargs))):
+    hidden = [value for value in tensors_in(written) if _source(value) is not None and not value.requires_grad]
+    recorded = () if hidden or not torch.is_grad_enabled() else tensors_in((args, kwargs))
+    if any(value.requires_grad for value in recorded):
         return func(*args, **kwargs)  # torch refuses to write into leaves, and differentiates other writes
     with torch.no_grad(), ExitStack() as writing:
         wide: dict[int, Tensor] = {}
@@ -633,10 +677,11 @@ def _method(name: str) -> Any:
 
     @wraps(plain)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or (torch.is_grad_enabled() and name != "clone"):
-            return plain(self, *args, **kwargs)  # with gradients: what modules and their parametrizations compute
+        recorded = torch.is_grad_enabled() and name != "clone"
+        if is_dynamo_compiling() or (recorded and not WatchedParameter.on):
+            return plain(self, *args, **kwargs)
         owner = _owner(self)
-        if owner is None and NOTES in self.__dict__:
+        if (owner is None and (recorded or NOTES in self.__dict__)) or (recorded and _is_for_torch()):
             return plain(self, *args, **kwargs)
         if name in CASTS or (owner is not None and not _reads_fp32(self, (self, args, kwargs))):
             found = plain(self, *args, **kwargs)
@@ -646,14 +691,16 @@ def _method(name: str) -> Any:
                 return _derived(found, converted=self)
         with DisableTorchFunctionSubclass():
             found = plain(_fp32(self), *map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
-            if name not in COPIES:
+            if name not in COPIES or recorded:
                 return found
             return _derived(found.clone() if found.is_leaf else found, converted=None if name == "clone" else self)
 
     @wraps(plain)
     def view(self: Any, *args: Any, **kwargs: Any) -> Any:
-        linked = torch.is_grad_enabled() and name not in NUMBERS  # to the parameter, by autograd
-        if is_dynamo_compiling() or linked or (owner := _owner(self)) is None or owner.computes():
+        recorded = torch.is_grad_enabled() and name not in NUMBERS
+        if is_dynamo_compiling() or (recorded and not (WatchedParameter.on and name not in {"expand_as", "view_as"})):
+            return plain(self, *args, **kwargs)
+        if (owner := _owner(self)) is None or owner.computes() or (recorded and _is_for_torch()):
             return plain(self, *args, **kwargs)
         with DisableTorchFunctionSubclass():
             return _call(plain, (self, *args), kwargs)
