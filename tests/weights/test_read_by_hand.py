@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm, parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 
@@ -75,6 +76,8 @@ def test_gradients_flow_to_the_weight_and_a_second_time() -> None:
         (first,) = torch.autograd.grad(penalty, m[0].weight, create_graph=True)
         (first.float().square().sum() + penalty).backward()
     assert torch.allclose(model[0].weight.grad.float(), plain[0].weight.grad, rtol=2e-2, atol=2e-2)
+    again = checkpoint(lambda w: (w.T @ w).square().sum(), model[0].weight, use_reentrant=False)
+    again.backward()  # computes it again, in fp32 again
     node = model[0].weight.expand_as(model[0].weight).grad_fn.next_functions[0][0]
     assert type(node).__name__ == "AccumulateGrad"  # what wrappers register their hooks on
 

@@ -150,8 +150,11 @@ class Owner(ABC):
         """Note that the ``.data`` of a parameter was given out: views of it may be written."""
 
     def computes(self) -> bool:
-        """Return whether operators run in formats of a policy: in a forward or backward pass."""
-        return self.in_region() or current_graph_task_id() != -1
+        """Return whether operators run in formats of a policy: in a forward or backward pass.
+
+        What a backward pass computes again, as a checkpoint does, runs with gradients, and in a region if it was in one.
+        """
+        return self.in_region() or (current_graph_task_id() != -1 and not torch.is_grad_enabled())
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
