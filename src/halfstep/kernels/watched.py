@@ -152,7 +152,7 @@ class Owner(ABC):
     def computes(self) -> bool:
         """Return whether operators run in formats of a policy: in a forward or backward pass.
 
-        What a backward pass computes again, as a checkpoint does, runs with gradients, and in a region if it was in one.
+        What a backward pass computes again for a checkpoint records gradients, in a region if it was in one.
         """
         return self.in_region() or (current_graph_task_id() != -1 and not torch.is_grad_enabled())
 
