@@ -50,8 +50,12 @@ R = TypeVar("R")
 TORCH_OPS = (OpOverload, OpOverloadPacket)
 NOTES = "_halfstep_notes"
 _UTILS = Path(nn.utils.__file__).parent
-OURS = (str(Path(__file__).parent.parent), *(str(_UTILS / name) for name in ("parametriz", "spectral_", "weight_")))
-"""Where functions get what is stored: halfstep, and torch's parametrizations, whose parts have one format."""
+OURS = (
+    str(Path(__file__).parent.parent),
+    *(str(_UTILS / name) for name in ("parametriz", "spectral_", "weight_")),
+    "<eval_with_key>",
+)
+"""Where functions get what is stored: halfstep, torch's parametrizations, whose parts have one format, and graphs."""
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 GETTER = type(_get)  # of an attribute
@@ -549,7 +553,7 @@ def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
 
 
 def _is_for_torch() -> bool:
-    """Return whether a dispatch mode computes, which knows plain tensors, or a parametrization, which keeps formats."""
+    """Return whether a mode computes, which knows plain tensors, or a parametrization or graph, which keeps formats."""
     frame: Any = _getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith(OURS[1:]):
         frame = frame.f_back
