@@ -2,11 +2,11 @@
 
 A low parameter has an owner (a weight store), which keeps its fp32 value. The class of such a parameter becomes
 `WatchedParameter`: its in-place methods (`WRITES`) change the fp32 value, which is then rounded into the low weight.
-``.data`` and `detach` give a `WeightTensor`, whose functions do the same. Operators and functions in `READS` read fp32
-values. A copy of a low parameter (`clone`, `copy.deepcopy`, ``detach().to(device)``) has its fp32 value, and averages
-that are computed with such a copy read fp32 values. Forward and backward passes of prepared models, which compute in
-the formats of a policy, and functions that torch.compile traces, see low tensors. A loss function is no forward pass: a
-penalty of weights in it reads fp32 values, and its gradient flows to the low ones.
+``.data`` and `detach` give a `WeightTensor`, whose functions do the same. Functions that are no layer's (those beside
+other low tensors) read fp32 values, through which gradients flow. A copy of a low parameter (`clone`, `copy.deepcopy`,
+``detach().to(device)``) has its fp32 value, and averages that are computed with such a copy read fp32 values. Forward
+and backward passes of prepared models, which compute in the formats of a policy, and functions that torch.compile
+traces, see low tensors. A loss function is no forward pass: a penalty of weights in it reads fp32 values.
 
 Note [by hand]: torch calls ``__torch_function__`` of a class for each function and attribute of its tensors, which
 takes microseconds. So `by_hand` switches it: it is off in forward passes of models with low weights and in calls of a
@@ -27,13 +27,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from sys import _getframe
-from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.utils import parametrize
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.torch_fused import is_dense
@@ -53,14 +51,18 @@ R = TypeVar("R")
 TORCH_OPS = (OpOverload, OpOverloadPacket)
 NOTES = "_halfstep_notes"
 COMPILED = "<eval_with_key>"  # the file of what torch.fx generates
-OURS = (str(Path(__file__).parent.parent), str(Path(nn.utils.__file__).parent), COMPILED)
+_UTILS = Path(nn.utils.__file__).parent
+OURS = (
+    str(Path(__file__).parent.parent),
+    COMPILED,
+    *(str(_UTILS / name) for name in ("parametriz", "spectral_", "weight_")),
+)
 """Where functions get what is stored: halfstep, torch's parametrizations, whose parts have one format, and graphs."""
-PARAMETRIZE = parametrize.__file__
 RULES = str(Path(__file__).parent.parent / "cast" / "rules" / "dispatch.py")  # calls functions of a user
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 GETTER = type(_get)  # of an attribute
-TURNED: frozenset[Any] = frozenset({Tensor.T, Tensor.mT, Tensor.H, Tensor.mH})  # attributes that are views
+TURNED = frozenset({Tensor.T, Tensor.mT, Tensor.H, Tensor.mH})
 
 SHAPES = frozenset(
     "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ resize_as_sparse_ set_ share_memory_ "
@@ -82,29 +84,34 @@ COPIES = CASTS | frozenset("__deepcopy__ clone contiguous detach".split())
 """Functions that give the same values again."""
 READS = frozenset(
     "__abs__ __add__ __mul__ __neg__ __pow__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ "
-    "__truediv__ abs add addcdiv addcmul cdist clamp clamp_max clamp_min clip clone cosine_similarity dist div divide "
-    "exp huber_loss l1_loss lerp log maximum mean minimum mse_loss mul multiply neg negative norm pairwise_distance "
-    "pow rsub smooth_l1_loss sqrt square sub subtract sum true_divide".split()
+    "__truediv__ abs add addcdiv addcmul clamp clamp_max clamp_min clip clone dist div divide exp lerp log maximum "
+    "mean minimum mul multiply neg negative norm pow rsub sqrt square sub subtract sum true_divide".split()
 )
 """Functions that read fp32 values by hand, also beside other low tensors: arithmetic in any format."""
-NUMBERS = frozenset("__array__ __float__ allclose equal isclose item tolist".split())
+NUMBERS = frozenset("__array__ __float__ allclose equal isclose item numpy tolist".split())
 METHODS = READS | frozenset(
-    "amax amin cos cumsum diff erf expm1 fliplr flipud flip gather index_select kthvalue log10 log1p log2 log_softmax "
-    "logsumexp "
+    "amax amin cos cumsum diff erf expm1 fliplr flipud flip gather index_select kthvalue log10 log1p log2 logsumexp "
     "masked_fill masked_select max median min nan_to_num nansum prod quantile reciprocal renorm repeat "
     "repeat_interleave roll rot90 round rsqrt sigmoid sign sin softmax sort std take take_along_dim tanh tile topk "
     "trace tril triu unique var where".split()
 )
-"""Methods of a parameter that read its fp32 value. Of an alias all functions do, unless they compute with other low
-tensors, as a layer does, or make tensors like it."""
-PRODUCTS = frozenset("__matmul__ bmm dot inner matmul mm mv outer vdot".split())
-"""Functions of several low parameters that are by hand: with other tensors they are a layer's."""
+"""Methods of a parameter that read its fp32 value, beside `READ_TOO`. Of an alias all functions do, unless they compute
+with other low tensors, as a layer does, or make tensors like it."""
+LAYERS = frozenset({"backward", "embedding", "embedding_bag", "grad"})
+"""Functions of low weights alone, or of integers too, that get these weights."""
 VIEWS = frozenset(
     "__getitem__ as_strided chunk detach diagonal expand expand_as flatten hsplit movedim narrow permute ravel reshape "
     "reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten "
     "unfold unsqueeze view view_as vsplit".split()
 )
 """Functions whose results may be views: aliases of a part of the weight."""
+READ_TOO = frozenset(
+    name
+    for name in set(dir(Tensor)) - WRITES - METHODS - VIEWS - NUMBERS - CASTS
+    if callable(getattr(torch, name, None))
+    and not (name.startswith(("_", "is_")) or name in {"device", "dtype", "get_device", "layout", "numel", "storage"})
+) | frozenset("__eq__ __floordiv__ __ge__ __gt__ __le__ __lt__ __matmul__ __mod__ __ne__ __rmatmul__".split())
+"""Methods that this class leaves as they are and that read fp32 values by hand, as the functions of torch do."""
 
 
 class Owner(ABC):
@@ -150,8 +157,11 @@ class Owner(ABC):
         """Note that the ``.data`` of a parameter was given out: views of it may be written."""
 
     def computes(self) -> bool:
-        """Return whether operators run in formats of a policy: in a forward or backward pass."""
-        return self.in_forward() or current_graph_task_id() != -1
+        """Return whether operators run in formats of a policy: in a forward or backward pass.
+
+        What a backward pass computes again for a checkpoint records gradients, in a forward pass if it was in one.
+        """
+        return self.in_forward() or (current_graph_task_id() != -1 and not torch.is_grad_enabled())
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
@@ -176,32 +186,34 @@ class Owner(ABC):
 class _Notes:
     """What is known of one low parameter: `owner` returns what keeps its fp32 value, None if that is gone."""
 
-    __slots__ = ("alias", "name", "owner", "replaced", "seen")
+    __slots__ = ("alias", "given", "name", "owner", "replaced", "seen")
 
     def __init__(self, owner: Callable[[], Owner | None], name: str) -> None:
         self.owner, self.name = owner, name
         self.alias: Tensor | None = None  # what every ``.data`` is an alias of: its version counts writes of low values
+        self.given: list[weakref.ref[Any]] = []  # the ``.data`` that users hold
         self.seen, self.replaced = 0, False  # its version last read; whether it counted writes when last replaced
 
 
 class WatchedParameter(Tensor):
     """A low parameter, or the copy of such a parameter in fp32; it is a Parameter for torch, see `_is_param`."""
 
+    on: ClassVar[bool] = True  # see `by_hand`
+
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if is_dynamo_compiling():
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if type(func) is GETTER:
-            stored = getattr(func, "__self__", None) not in TURNED
-        else:
-            caller = _getframe(1).f_code.co_filename
-            stored = caller.startswith(OURS) and caller != RULES
-        if stored:
+        plain = type(func) is GETTER and getattr(func, "__self__", None) not in TURNED
+        file = "" if plain else _getframe(1).f_code.co_filename
+        if plain or (file.startswith(OURS) and file != RULES):
             return disabled_torch_function_impl(func, types, args, *([kwargs] if kwargs else ()))
+        if func is Tensor.new_empty and file == nn.init.__file__:  # for a decomposition
+            return func(_plain(Tensor.detach(args[0]).float()), *args[1:], **kwargs)
         with DisableTorchFunctionSubclass():
             if _is_by_hand(func, types, args, kwargs):
                 return _call(func, args, kwargs)
@@ -217,15 +229,17 @@ class WatchedParameter(Tensor):
         if is_dynamo_compiling():  # as it is traced for other parameters; writes into it count in `_version`
             return Tensor.detach(self)
         notes = self.__dict__.get(NOTES)
-        if torch.is_inference_mode_enabled() or is_in_torch_dispatch_mode():  # whose modes know plain tensors
+        if is_in_torch_dispatch_mode():  # whose modes know plain tensors
             return _get(self)
-        if notes is None:
+        if notes is None or torch.is_inference_mode_enabled():  # where tensors have no version
             return _derived(_get(self), source=self, counted=False)
         if notes.alias is None:
             notes.alias, notes.seen = _get(self), 0
             if (owner := notes.owner()) is not None:
                 owner.data_read()
-        return _derived(notes.alias.detach(), source=self, counted=False)  # all share one version counter
+        made = _derived(notes.alias.detach(), source=self, counted=False)  # all share one version counter
+        notes.given = [*(known for known in notes.given if known() is not None), weakref.ref(made)]
+        return made
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -235,6 +249,9 @@ class WatchedParameter(Tensor):
             # in ``p.data += x`` the alias is written, and then given back as the data
             notes.replaced = notes.replaced or (notes.alias is not None and notes.alias._version != notes.seen)
             if (owner := notes.owner()) is not None:
+                held = [] if plain.data_ptr() == self.data_ptr() or plain.shape != self.shape else notes.given
+                for made in [made for known in held if (made := known()) is not None]:  # keeps values that it had
+                    _release_alias(made, self)
                 converted = plain is not value and value.__dict__.get("converted") is self
                 plain = owner.replaced(self, notes.name, plain, converted=converted)
             notes.alias, notes.seen = None, 0
@@ -407,14 +424,6 @@ def _source(value: Any) -> Tensor | None:
     return value if type(value) is WatchedParameter and _owner(value) is not None else None
 
 
-def _sources(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [source for value in tensors if (source := _source(value)) is not None]
-
-
-def _computes(tensors: Iterable[Tensor]) -> bool:
-    return any(owner_of(source).computes() for source in _sources(tensors))  # type: ignore[union-attr]  # a source has one
-
-
 def _read(parameter: Any) -> Tensor:
     """Return the fp32 value of a low parameter, or the values of a copy, as a new tensor."""
     owner = _owner(parameter)
@@ -433,11 +442,19 @@ def _fp32(value: Any) -> Any:
         return value.float() if _is_low(value) else value
     owner: Any = _owner(source)
     wide = _part(owner.value(source).detach(), value, source)
-    if not value.requires_grad or not torch.is_grad_enabled():
+    if not (value.requires_grad and torch.is_grad_enabled()):
         return wide
     linked = Tensor.float(value)
     with torch.no_grad():
-        return linked.copy_(wide)
+        linked.copy_(wide)
+    return linked
+
+
+def _release_alias(made: Any, source: Any) -> None:
+    """Make an alias a tensor of its own, with the fp32 value that it has."""
+    made.__dict__.clear()
+    with DisableTorchFunctionSubclass():
+        _set(made, _read(source))
 
 
 def _part(whole: Tensor, alias: Tensor, source: Tensor) -> Tensor:
@@ -454,6 +471,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
     if name in {"__deepcopy__", "__reduce_ex__"}:
         return _taken_along(args, kwargs, pickled=name == "__reduce_ex__")
+    if name == "__format__" and not args[0].shape:  # as of the number
+        return func(_fp32(args[0]).detach().as_subclass(Tensor), *args[1:])
     written = _written(func, args, kwargs)
     if written is not None:
         return _write(func, args, kwargs, written, fills=name in FILLS)
@@ -461,7 +480,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name == "detach" and type(first) is WeightTensor:
         return _derived(func(first), source=first.__dict__.get("source"), counted=first.__dict__.get("counted"))
     tensors = tensors_in((args, kwargs))
-    sources = _sources(tensors)
+    sources = [source for value in tensors if (source := _source(value)) is not None]
     copies = not all("source" in value.__dict__ for value in tensors if type(value) is WeightTensor)
     if not copies:
         if not sources or not all(_reads_fp32(source, tensors) for source in sources):
@@ -470,10 +489,12 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             found = map_tensors(func(*args, **kwargs), lambda made: _alias(made, first))
             if name == "__get__" or any(type(made) is WeightTensor for made in tensors_in(found)):
                 return found
-        if not (name in READS | COPIES or _reads_only(name, tensors)) or not _moves(tensors):
+        if not (name in READS | COPIES or _reads_only(name, tensors)) or _meets_layers(tensors):
             return func(*args, **kwargs)
     if name not in COPIES:
         found = func(*map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
+        if sources and name in {"__array__", "numpy"}:
+            found.flags.writeable = False  # a write would not reach the weight
         if copies or name in READS | NUMBERS or tensors_in(found):
             return found
         return func(*args, **kwargs)  # what it says of the low tensor itself: size, address, text
@@ -493,6 +514,7 @@ def by_hand(on: bool) -> None:
 
     For all threads: while one is in a forward pass, others see what is stored. See note [by hand].
     """
+    WatchedParameter.on = on
     WatchedParameter.__torch_function__ = BY_HAND if on else disabled_torch_function_impl  # type: ignore[assignment]
 
 
@@ -501,12 +523,12 @@ def as_stored(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = WatchedParameter.__dict__["__torch_function__"]
+        before = WatchedParameter.on
         try:
             by_hand(False)
             return function(*args, **kwargs)
         finally:
-            WatchedParameter.__torch_function__ = before  # type: ignore[method-assign]
+            by_hand(before)
 
     return run
 
@@ -514,37 +536,42 @@ def as_stored(function: Callable[P, R]) -> Callable[P, R]:
 def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether `func` of low parameters reads or writes their fp32 values.
 
-    Not a method that `WatchedParameter` leaves as it is, what `torch.ops` has, nor what a layer computes: the function
-    of a low parameter and of other tensors that is no arithmetic.
+    Not a method that says of the low tensor itself, what `torch.ops` has, nor what a layer computes: the function of a
+    low parameter and of other low tensors that is no arithmetic.
     """
     if isinstance(func, TORCH_OPS) or not OWN.issuperset(types):
         return False
     tensors = tensors_in((args, kwargs))
-    sources = _sources(tensors)
-    if not sources or _computes(tensors):
+    sources = [source for value in tensors if (source := _source(value)) is not None]
+    if not sources or any(_owner(source).computes() for source in sources):  # type: ignore[union-attr]
         return False
     if _written(func, args, kwargs) is not None:
         return True
+    if torch.is_grad_enabled() and _is_for_torch():
+        return False
     name = func.__name__.removeprefix("_foreach_")
-    if args and type(args[0]) is WatchedParameter and getattr(Tensor, name, None) is func:
-        return name in PRODUCTS and len(sources) == len(tensors)
-    return (name in READS or len(sources) == len(tensors)) and _moves(tensors)
+    if args and type(args[0]) is WatchedParameter and getattr(Tensor, name, None) is func and name not in READ_TOO:
+        return False
+    return (name in READS and not _meets_layers(tensors)) or (name not in LAYERS and _reads_only(name, tensors))
 
 
-def _moves(tensors: list[Tensor]) -> bool:
-    """Return whether arithmetic with low parameters is by hand: with gradients on, no layer's and no parametrization's.
+def _meets_layers(tensors: list[Tensor]) -> bool:
+    """Return whether weights meet what layers have made: with gradients, low tensors of no weight's shape.
 
-    Low tensors of a weight's shape are what moves it: a gradient, another weight. Others are what layers have made.
+    Those of a weight's shape are what moves it: its gradient, another weight.
     """
     if not torch.is_grad_enabled():
-        return True
-    shapes = {value.shape for value in tensors if _source(value) is not None}
-    if not all(value.shape in shapes for value in tensors if _is_low(value)):
         return False
-    frame: FrameType | None = _getframe(1)
-    while frame is not None and frame.f_code.co_filename != PARAMETRIZE:
+    shapes = {value.shape for value in tensors if _source(value) is not None}
+    return any(_is_low(value) and value.shape not in shapes for value in tensors)
+
+
+def _is_for_torch() -> bool:
+    """Return whether a mode computes, which knows plain tensors, or a parametrization, which keeps formats."""
+    frame: Any = _getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(OURS[1:]):
         frame = frame.f_back
-    return frame is None
+    return frame is not None or is_in_torch_dispatch_mode()
 
 
 OWN = frozenset({Tensor, nn.Parameter, WatchedParameter, WeightTensor})
@@ -553,7 +580,7 @@ OWN = frozenset({Tensor, nn.Parameter, WatchedParameter, WeightTensor})
 def _alias(made: Tensor, of: Any) -> Tensor:
     """Return `made` as an alias of the parameter that `of` is, or is an alias of, if it is in its memory."""
     source: Any = _source(of)
-    if type(made) is not Tensor or type(local := _get(source)) is not Tensor or not is_dense(local):
+    if source is None or type(made) is not Tensor or type(local := _get(source)) is not Tensor or not is_dense(local):
         return made
     if storage_key(made.untyped_storage()) != storage_key(local.untyped_storage()):
         return made
@@ -561,8 +588,8 @@ def _alias(made: Tensor, of: Any) -> Tensor:
 
 
 def _reads_only(name: str, tensors: list[Tensor]) -> bool:
-    """Return whether a function of aliases only reads: no layer's, with other low tensors, and no ``zeros_like``."""
-    if name == "grad" or name.startswith("new_") or name.endswith(("_like", "type_as", "_type", "numpy")):
+    """Return whether a function only reads: no layer's, with other low tensors, and no ``zeros_like``."""
+    if name.startswith(("new_", "is_")) or name.endswith(("_like", "type_as", "_type")):
         return False
     return not any(_is_low(value) and _source(value) is None for value in tensors)
 
@@ -572,7 +599,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     name = func.__name__.removeprefix("_foreach_")
     if kwargs.get("out") is None and (name in WRITES or (name.endswith("_") and not name.endswith("__"))):
         return args[0] if args else next(iter(kwargs.values()))
-    return kwargs.get("out")
+    return args[0] if kwargs.get("inplace") and args else kwargs.get("out")
 
 
 def _derived(values: Tensor, **attributes: Any) -> Tensor:
@@ -624,7 +651,9 @@ def _write(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Any, *, fills: bool
 ) -> Any:
     """Call a function that writes `written`: where that is low weights, it writes their fp32 values."""
-    if torch.is_grad_enabled() and any(value.requires_grad for value in tensors_in((args, kwargs))):
+    hidden = [value for value in tensors_in(written) if _source(value) is not None and not value.requires_grad]
+    recorded = () if hidden or not torch.is_grad_enabled() else tensors_in((args, kwargs))
+    if any(value.requires_grad for value in recorded):
         return func(*args, **kwargs)  # torch refuses to write into leaves, and differentiates other writes
     with torch.no_grad(), ExitStack() as writing:
         wide: dict[int, Tensor] = {}
@@ -678,12 +707,12 @@ def _method(name: str) -> Any:
 
     @wraps(plain)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_compiled() or ((owner := _owner(self)) is None and NOTES in self.__dict__):
+        recorded = torch.is_grad_enabled() and name != "clone"
+        if _is_compiled() or ((owner := _owner(self)) is None and (recorded or NOTES in self.__dict__)):
             return plain(self, *args, **kwargs)
-        if torch.is_grad_enabled() and name != "clone":
-            tensors = tensors_in((self, args, kwargs))
-            if not _sources(tensors) or _computes(tensors) or not _moves(tensors):
-                return plain(self, *args, **kwargs)  # what modules compute
+        if recorded and owner is not None:  # what modules compute
+            if owner.computes() or _is_for_torch() or _meets_layers(tensors_in((self, args, kwargs))):
+                return plain(self, *args, **kwargs)
         if name in CASTS or (owner is not None and not _reads_fp32(self, (self, args, kwargs))):
             found = plain(self, *args, **kwargs)
             if name not in CASTS or owner is None or not isinstance(found, Tensor) or _is_low(found):
@@ -692,13 +721,14 @@ def _method(name: str) -> Any:
                 return _derived(found, converted=self)
         with DisableTorchFunctionSubclass():
             found = plain(_fp32(self), *map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
-            if name not in COPIES:
+            if name not in COPIES or recorded:
                 return found
             return _derived(found.clone() if found.is_leaf else found, converted=None if name == "clone" else self)
 
     @wraps(plain)
     def view(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_compiled() or (owner := _owner(self)) is None or owner.computes():
+        recorded = torch.is_grad_enabled() and name not in NUMBERS
+        if _is_compiled() or (owner := _owner(self)) is None or owner.computes() or (recorded and _is_for_torch()):
             return plain(self, *args, **kwargs)
         with DisableTorchFunctionSubclass():
             return _call(plain, (self, *args), kwargs)

@@ -282,7 +282,7 @@ class WeightStore(Owner):
                 Tensor.detach(parameter).copy_(value)
             else:
                 master = self._master(key)  # some strategies have it only while it is referenced
-                master.copy_(value)
+                master.copy_(value.detach())  # of a low parameter its fp32 value
                 self.write_back([parameter])
                 self.settle()
         self.versions[key] = parameter._version
