@@ -552,7 +552,7 @@ def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
     name = func.__name__.removeprefix("_foreach_")
     if args and type(args[0]) is WatchedParameter and getattr(Tensor, name, None) is func and name not in READ_TOO:
         return False
-    return (name in READS and not _meets_layers(tensors)) or (name not in LAYERS and _reads_only(name, tensors))
+    return (name in READS and not _meets_layers(tensors)) or _reads_only(name, tensors)
 
 
 def _meets_layers(tensors: list[Tensor]) -> bool:
@@ -589,7 +589,7 @@ def _alias(made: Tensor, of: Any) -> Tensor:
 
 def _reads_only(name: str, tensors: list[Tensor]) -> bool:
     """Return whether a function only reads: no layer's, with other low tensors, and no ``zeros_like``."""
-    if name.startswith(("new_", "is_")) or name.endswith(("_like", "type_as", "_type")):
+    if name in LAYERS or name.startswith(("new_", "is_")) or name.endswith(("_like", "type_as", "_type")):
         return False
     return not any(_is_low(value) and _source(value) is None for value in tensors)
 
