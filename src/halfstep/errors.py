@@ -4,8 +4,6 @@ Every error of halfstep derives from `HalfstepError` and also from the built-in 
 torch function would catch, so ``except ValueError`` and ``except RuntimeError`` keep working.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import warnings

@@ -8,8 +8,6 @@ Note [ended]: each rank announces its process when its first training step is bu
 time is over; launchers such as torchrun end the other ranks sooner.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -4,8 +4,6 @@ The linter's rules (advise/lint), the verdicts on a loop that runs (lens/box/loo
 (scale/) and the page docs/verdicts/loop.md have their words from here. Each of them adds what it has seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

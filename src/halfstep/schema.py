@@ -13,8 +13,6 @@ A table is made of Python's own literals; `check` raises an error that names the
     None, Any        None; anything
 """
 
-from __future__ import annotations
-
 import json
 import re
 import stat

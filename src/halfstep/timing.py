@@ -4,8 +4,6 @@ What disturbs a machine disturbs neighbours in time alike: identical code differ
 medians and by tenths of a per cent in paired ratios.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
@@ -42,12 +40,12 @@ class Ratio:
         """How far from 1 the interval reaches: what a pair of identical programs does not resolve."""
         return max(abs(self.low - 1.0), abs(self.high - 1.0))
 
-    def times(self, other: Ratio) -> Ratio:
+    def times(self, other: "Ratio") -> "Ratio":
         """Return the ratio of two by way of a third; its interval is the widest that those of the factors allow."""
         rounds, median = min(self.rounds, other.rounds), self.median * other.median
         return Ratio(median=median, low=self.low * other.low, high=self.high * other.high, rounds=rounds)
 
-    def finer_than(self, control: Ratio) -> bool:
+    def finer_than(self, control: "Ratio") -> bool:
         """Return whether this ratio differs from 1 by less than `control`, a pair of identical programs, may."""
         return abs(self.median - 1.0) <= control.resolution or self.low <= 1.0 <= self.high
 

@@ -4,8 +4,6 @@ Containers are what models take and return: lists, tuples, named tuples, mapping
 defaultdict, a Hugging Face ModelOutput), dataclasses, and types registered with torch.utils._pytree.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections import OrderedDict

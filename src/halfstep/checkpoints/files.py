@@ -22,8 +22,6 @@ refused at its next save, when it finds checkpoints that it has not made. A proc
 complete its checkpoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

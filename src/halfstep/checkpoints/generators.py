@@ -4,8 +4,6 @@ These are the global generators: torch's on the CPU and on each device of the ac
 `random`, and NumPy's if NumPy is imported. Generators that a program makes itself are its own to save (``extra=``).
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Mapping

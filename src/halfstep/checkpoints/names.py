@@ -1,7 +1,5 @@
 """The state of a training step by the names of its parameters, so that it fits another order and another sharding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

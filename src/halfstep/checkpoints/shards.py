@@ -5,8 +5,6 @@ have, one writes it. `names.split` gives the flat names. Reading needs no commun
 its own shards, wherever the boundaries were, by a table that rank 0 keeps in its own file of the checkpoint.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Help and completion need this file, `options.py` and `options.toml`, and no torch.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """``halfstep audit``: what a policy does to every operator, weight and gradient of a task's model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

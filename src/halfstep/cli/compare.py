@@ -1,7 +1,5 @@
 """``halfstep compare``: load tasks and policies, check all of it, train, print, write JSON and HTML."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Sequence
 from pathlib import Path

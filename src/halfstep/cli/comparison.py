@@ -1,7 +1,5 @@
 """What was compared, as tables, pictures and sentences: the parts of the pages and the terminal of compare and demo."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import math

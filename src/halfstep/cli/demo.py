@@ -1,7 +1,5 @@
 """``halfstep demo``: what low formats do on this machine: time, bytes, accuracy, and a NaN cured; and its page."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import math

@@ -1,7 +1,5 @@
 """``halfstep doctor``: what this machine can do for mixed precision, measured, and what to use."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -116,7 +114,7 @@ def _print_advice(out: Console, advice: Advice) -> None:
         item(out, f"if {case}: {what}")
 
 
-def _print_reads(out: Console, reads: Sequence[HostReads], device: str) -> None:
+def _print_reads(out: Console, reads: Sequence["HostReads"], device: str) -> None:
     """Print the optimizers that behave alike on one row."""
     groups: dict[tuple[int, int, str], list[str]] = {}
     for each in reads:

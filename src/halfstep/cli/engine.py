@@ -1,7 +1,5 @@
 """``halfstep engine``: a policy as the configuration of DeepSpeed, Megatron-LM or torchtitan."""
 
-from __future__ import annotations
-
 import typer
 
 import halfstep as hs

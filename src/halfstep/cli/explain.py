@@ -1,7 +1,5 @@
 """``halfstep explain``: the page on a cause that the black box names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.markdown import Markdown

@@ -1,7 +1,5 @@
 """``halfstep lint``: mistakes of mixed precision in scripts and tasks, before they run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import halfstep as hs

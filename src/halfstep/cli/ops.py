@@ -3,8 +3,6 @@
 On a terminal operators that share rule and reason share a row; elsewhere each has its own, so that lines can be found.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

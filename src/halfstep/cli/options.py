@@ -3,8 +3,6 @@
 `halfstep --install-completion` sets completion up in bash, zsh, fish and PowerShell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``halfstep plan``: the memory of a task's training step under policies, before training and without that memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Progress of long commands: a bar on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

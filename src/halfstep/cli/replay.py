@@ -1,7 +1,5 @@
 """``halfstep replay``: a step that was not finite, from its evidence file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import halfstep as hs

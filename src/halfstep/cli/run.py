@@ -4,8 +4,6 @@ Processes that the script starts get the same: their path begins with a folder o
 package `apex`, or a `sitecustomize` that reads the policy from the environment.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing.util
 import os

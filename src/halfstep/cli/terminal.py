@@ -1,7 +1,5 @@
 """What the commands share: consoles, tables, the files that they write, checked input, and their command lines."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """``halfstep tune``: find the cheapest policy for a task on this machine, and write it with the reasons."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

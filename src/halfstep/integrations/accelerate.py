@@ -5,8 +5,6 @@ to models, lets optimizers step precise weights, and gives them a scaler that sk
 finite. `follow` makes an Accelerator that exists already, such as that of transformers' Trainer, follow a policy.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -11,8 +11,6 @@ Examples:
     >>> logger.close()
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from abc import ABC, abstractmethod

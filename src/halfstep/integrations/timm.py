@@ -3,8 +3,6 @@
 Scripts of timm, DeiT, Swin, MAE and others use it. timm itself is imported for adaptive gradient clipping only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

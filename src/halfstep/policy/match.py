@@ -1,7 +1,5 @@
 """Match: which modules a pattern matches, and which parts of itself a model declares to be fp32."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -19,8 +19,6 @@ A table is a TOML file of groups (operators that share rule, kind, reason and so
 * ``none`` has no rows, in ``all-low``, made from ``mixed``, every operator with a low kernel is low.
 """
 
-from __future__ import annotations
-
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -9,8 +9,6 @@ pattern that ends in a layer's own name ("blocks.*.qkv") converts it whatever it
 follows the rules before it.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A new kind is one more table of ``tables/rules.toml``. Code that needs an answer
 argument of a method) builds it with `for_every_kind`, which raises at import where a kind has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar

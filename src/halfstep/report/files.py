@@ -8,8 +8,6 @@ SARIF 2.1.0 is findings as editors and code hosts read them:
 https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
 """
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import json

@@ -5,8 +5,6 @@ to the gradient's dtype): complex gradients as pairs of reals, sparse ones as th
 mesh and placements, so that torch's own handler makes the ranks agree. Only `describe_non_finite` waits for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch

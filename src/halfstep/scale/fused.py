@@ -4,8 +4,6 @@ The fused form reads ``grad_scale`` and ``found_inf`` and skips on the device. W
 update a parameter (`kernels.eager.torch_fused`), the optimizer's groups leave that form.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from typing import Any

@@ -6,8 +6,6 @@ while an optimizer is unscaled gets a hook: gradients are compared when its back
 Loops that call `update` after every step have no such loss and pay for a weak reference.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ where the rule is torch's own kind. The peers' "(step - last bad step) % window 
 for what torch does not keep.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import struct

@@ -1,7 +1,5 @@
 """Candidates of a comparison, by label: fp32, torch.amp, a preset, a policy's file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

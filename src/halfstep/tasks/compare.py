@@ -3,8 +3,6 @@
 `compare` trains to the end, with every seed; `pace` measures time and bytes of a step alone, of tasks without a metric.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import statistics
@@ -151,7 +149,7 @@ def compare(
 
 
 def _costs(
-    candidates: Sequence[Candidate], times: Mapping[str, Mapping[int, float]], probes: Mapping[str, Probe]
+    candidates: Sequence[Candidate], times: Mapping[str, Mapping[int, float]], probes: Mapping[str, "Probe"]
 ) -> list[dict[str, Any]]:
     """Return the fields of a `Cost` for each candidate, by its seconds in each round."""
 

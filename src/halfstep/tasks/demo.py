@@ -8,8 +8,6 @@ The run that breaks is two blocks of attention whose logits are divided after th
 weights of the second block grow until a logit passes 65504, fp16's largest number: the loss is NaN from then on.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings

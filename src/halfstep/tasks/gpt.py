@@ -5,8 +5,6 @@ Linear, LayerNorm, Embedding and scaled_dot_product_attention. The text, and wit
 running Python version: losses of two Python versions are not comparable, which is why reports carry the version.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -6,8 +6,6 @@ network has the blocks of He et al., "Identity Mappings in Deep Residual Network
 size 8x8 images need; its BatchNorm has running statistics, which a bad step spoils for good.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple

@@ -5,8 +5,6 @@ cannot be resolved. A format without units can take hundreds of times fp32's tim
 is measured beside fp32 in a small size.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext

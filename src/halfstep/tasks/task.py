@@ -1,7 +1,5 @@
 """Task: a model, its data, loss and optimizer, and its metric; and those that the command line loads by name."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """``python -m halfstep.testing script.py [arguments]``: run a script in a process that has the fake CUDA device."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

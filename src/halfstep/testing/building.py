@@ -1,7 +1,5 @@
 """Building: the C++ libraries of the test devices, compiled against the installed torch on first use."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The counts of a step: frozen rows, their totals, a table and JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable

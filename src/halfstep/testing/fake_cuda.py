@@ -8,8 +8,6 @@ asks for its devices while it is imported, so the library has to be in the proce
 ``torch.empty(4, device="cuda")`` works as on a GPU, as long as no value is read.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import os

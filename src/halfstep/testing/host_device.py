@@ -10,8 +10,6 @@ Code that asks for CUDA by name finds none, and code that works here works on an
 Speed means nothing: nothing is queued, and each call costs a few microseconds more than on the CPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import types
 from contextlib import nullcontext

@@ -11,8 +11,6 @@ How often multi-tensor functions launch on CUDA follows the packing of `MultiTen
 launch has at most 110, 64, 48, 36 or 30 tensors, by its number of lists, and at most 320 chunks of 65,536 elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """``python -m halfstep.advise.lint FILE...``: `halfstep lint` of files and folders, with the standard library alone."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

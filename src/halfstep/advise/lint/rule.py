@@ -4,8 +4,6 @@ Static rules read a script's syntax tree (`static`), traced rules one traced ste
 SARIF, ``--explain`` and docs are made from them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import textwrap

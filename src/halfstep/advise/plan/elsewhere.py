@@ -4,8 +4,6 @@ torch looks for devices while it is imported, so a process that runs already can
 pickle, as to a worker of `multiprocessing`: functions by their names, with the main script imported again.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

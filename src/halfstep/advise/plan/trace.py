@@ -22,8 +22,6 @@ backward pass reads. A kernel is run on zeros, once for each combination of shap
 allocator is followed. Those of a GPU are chosen by cuDNN and cuBLAS while they run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache

@@ -7,8 +7,6 @@ Local errors do not rank exceptions: every bf16 product loses two thousandths, w
 that the whole result or nothing. A probe has everything in it that comes after.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

@@ -11,8 +11,6 @@ clearly slower than the race is for leaves it, and the others go on; where one i
 slower than the first leave too, with their times. A loss is judged by a candidate's first training of the proof.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

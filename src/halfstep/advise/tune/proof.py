@@ -8,8 +8,6 @@ is wide. Else the spread of `ENOUGH_SEEDS` pairs alone, not their mean, tells ho
 at all of them, spends the rest. "worse" may be found with fewer, since ending there lets no policy pass.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Result: what a search for a policy has found, as plain data, as TOML with comments, as text, and as a page."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import textwrap

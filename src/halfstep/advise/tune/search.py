@@ -8,8 +8,6 @@ Times are measured first, then losses, by one training each: of the candidate th
 beyond the bound, of the next. What cannot be chosen is not trained.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Tuner: `hs.tune`, from a task, a bound and a target to the cheapest policy on this machine."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ Python imports the first `sitecustomize` on its path, which is this one; the nex
 names are put in place when the process has imported torch, so that processes without torch start as fast as ever.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

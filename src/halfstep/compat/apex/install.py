@@ -1,7 +1,5 @@
 """install: make ``from apex import amp`` import halfstep's, in this process."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

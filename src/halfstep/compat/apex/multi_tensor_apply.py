@@ -1,7 +1,5 @@
 """``apex.multi_tensor_apply``: the launcher of Apex's fused kernels, which are not here: `available` is False."""
 
-from __future__ import annotations
-
 from typing import Any
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]

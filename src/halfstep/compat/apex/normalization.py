@@ -1,7 +1,5 @@
 """``apex.normalization``: layer and RMS norms under Apex's names; torch's, fused where torch has a kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 are written with torch's functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 ResNet-18 (He et al. 2015, arXiv:1512.03385) is that of table 1: basic blocks, 2 in each of four stages.
 """
 
-from __future__ import annotations
-
 import builtins
 import inspect
 from collections import OrderedDict

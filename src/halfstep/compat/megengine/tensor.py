@@ -3,8 +3,6 @@
 "xpux" is the accelerator if there is one, else the CPU; "cpu0", "gpu0" name one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """``mindspore.amp``: levels, lists, training networks; halfstep carries them out."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from types import NoneType

@@ -3,8 +3,6 @@
 A check gets how its message begins, such as "Model: epoch", and the value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ A primitive in the operator lists (``lists.toml``) stands for every way torch sp
 compute in fp32 and give low, as in MindSpore.
 """
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Iterable
 from dataclasses import dataclass, field

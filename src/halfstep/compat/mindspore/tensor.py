@@ -1,7 +1,5 @@
 """`Tensor` and `Parameter`: MindSpore's constructors; what they make are plain torch tensors and parameters."""
 
-from __future__ import annotations
-
 from types import NoneType
 from typing import Any
 

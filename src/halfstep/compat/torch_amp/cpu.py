@@ -1,7 +1,5 @@
 """torch.cpu.amp without its deprecation warnings."""
 
-from __future__ import annotations
-
 import torch
 
 from halfstep.compat.torch_amp import autocast_mode as _base

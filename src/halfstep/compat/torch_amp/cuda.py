@@ -4,8 +4,6 @@ Where torch finds no CUDA it switches itself off; here the same lines run on the
 program written for a GPU can be tested anywhere with a GPU's numerics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch.amp.grad_scaler: the scaler with exactly torch's arguments."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

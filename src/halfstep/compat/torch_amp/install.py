@@ -10,8 +10,6 @@ of its caller in other threads. The modules in which torch defines the names (``
 a region with torch's lists. `unserved` finds the scripts that import from there.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

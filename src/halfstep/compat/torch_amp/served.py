@@ -1,7 +1,5 @@
 """What was served in this process under a policy; `autocast_mode` and `grad_scaler` follow it while it is installed."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

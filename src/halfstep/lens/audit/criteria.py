@@ -4,8 +4,6 @@ A count alone is no fault: the tails of gradients underflow in every fp16 run, a
 that hardly move. Most rules therefore ask two things: how many elements are hit, and what share of the total they hold.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 

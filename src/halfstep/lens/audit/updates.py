@@ -4,8 +4,6 @@ Before the step the optimizer is copied onto float64 weights, with its states an
 step of the copy is the intended one. A change is lost if it is smaller than half an ulp of what it changes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ the argument; lines stay those of the function. This is done with functions, and
 itself, which are defined once and have nothing behind a return, where they are called whenever the statement runs.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Rules on models: the regions around them, the formats of their weights and their optimizers, and NVIDIA Apex."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rules on training loops: the order of calls of a loss scaler, its life and its scale; gradients that stay; waits."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ formats: a value is low if it comes from a product in a region whose format is k
 views and elementwise operators keep its format, any other operator ends what is known.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

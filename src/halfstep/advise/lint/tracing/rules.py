@@ -1,7 +1,5 @@
 """Rules on a traced step: its weights, optimizer, loss and waits; formats, values and formulas of its operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path

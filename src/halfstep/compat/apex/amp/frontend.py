@@ -1,7 +1,5 @@
 """initialize: options by opt_level, overrides and conflicts; a policy for each model and `hs.prepare`; states."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import OrderedDict

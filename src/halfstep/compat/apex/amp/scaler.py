@@ -1,7 +1,5 @@
 """LossScaler: the scale of one loss, with Apex's names over `hs.GradScaler` and its rule ``apex``."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

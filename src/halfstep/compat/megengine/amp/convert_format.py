@@ -1,7 +1,5 @@
 """megengine.amp.convert_format: NHWC, which in PyTorch is ``torch.channels_last``."""
 
-from __future__ import annotations
-
 import copy
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """megengine.autodiff.Function: an operator with a backward pass of the user's own, over torch.autograd.Function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

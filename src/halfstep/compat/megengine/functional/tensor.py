@@ -1,7 +1,5 @@
 """megengine.functional.tensor: making and arranging tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 `clip_grad_norm` and `clip_grad_value` go between `GradScaler.unscale` and the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """MindSpore's names of number formats; each is torch's dtype: ``mstype.float16 is torch.float16``."""
 
-from __future__ import annotations
-
 import torch
 
 __all__ = [

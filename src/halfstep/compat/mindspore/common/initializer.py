@@ -3,8 +3,6 @@
 Names and formulas: MindSpore 2.10, https://www.mindspore.cn. They are carried out by torch.nn.init.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast

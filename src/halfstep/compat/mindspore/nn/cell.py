@@ -1,7 +1,5 @@
 """Cell: a torch module whose computation is called `construct`, with MindSpore's methods."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import NoneType

@@ -1,7 +1,5 @@
 """Layers with MindSpore's arguments and defaults. Each is torch's layer too: its weights have torch's names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 A loss cell always runs in fp32, inside a low network too: it is recognised by its torch base class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

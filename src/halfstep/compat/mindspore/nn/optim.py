@@ -1,7 +1,5 @@
 """Optimizers with MindSpore's arguments: torch's, called with gradients (``optimizer(grads)``) or through `step`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

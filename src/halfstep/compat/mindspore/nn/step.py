@@ -4,8 +4,6 @@ Unlike MindSpore's, these unscale gradients whatever the optimizer's `loss_scale
 statistics included) in a step whose gradients are not finite, and run the forward pass once.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from inspect import Parameter

@@ -1,7 +1,5 @@
 """Functions of ``mindspore.ops`` that a training step, a loss or a network like LeNet-5 uses."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Primitives: operators with their settings, made once and called often; ``P.MatMul()(a, b)``."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar

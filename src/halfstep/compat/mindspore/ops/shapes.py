@@ -1,7 +1,5 @@
 """Padding as MindSpore means it ("same", "valid" and "pad"), and convolutions with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from torch import Tensor

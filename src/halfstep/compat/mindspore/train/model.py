@@ -1,7 +1,5 @@
 """Model: train, evaluate and predict with a network, its loss and its optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
