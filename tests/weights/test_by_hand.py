@@ -377,22 +377,22 @@ def test_functions_of_torch_read_fp32_values_after_any_pass_and_low_ones_in_it(o
 
 # ------------------------------------------------------------------ with gradients: penalties in a loss
 
+
+def each(distance: Callable[[Any, Tensor], Tensor]) -> Callable[[list[Any], list[Tensor]], Tensor]:
+    """Return the sum of a distance over weights and their old values."""
+    return lambda weights, olds: torch.stack([distance(p, old) for p, old in zip(weights, olds, strict=True)]).sum()
+
+
 PENALTIES: dict[str, Callable[[list[Any], list[Tensor]], Tensor]] = {
-    "(p - old) ** 2": lambda ps, olds: sum(((p - o) ** 2).sum() for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
-    "old - p": lambda ps, olds: sum((o - p).square().sum() for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
-    "torch.sub": lambda ps, olds: sum(torch.sub(o, p).pow(2).sum() for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
-    "p.float()": lambda ps, olds: sum((p.float() - o).norm() ** 2 for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
-    "mse_loss": lambda ps, olds: sum(
-        nn.functional.mse_loss(p, o, reduction="sum") for p, o in zip(ps, olds, strict=True)
-    ),  # type: ignore[misc]
-    "dist": lambda ps, olds: sum(torch.dist(p, o) ** 2 for p, o in zip(ps, olds, strict=True)),  # type: ignore[misc]
+    "(p - old) ** 2": each(lambda p, old: ((p - old) ** 2).sum()),
+    "old - p": each(lambda p, old: (old - p).square().sum()),
+    "torch.sub": each(lambda p, old: torch.sub(old, p).pow(2).sum()),
+    "p.float()": each(lambda p, old: (p.float() - old).norm() ** 2),
+    "mse_loss": each(lambda p, old: nn.functional.mse_loss(p, old, reduction="sum")),
+    "dist": each(lambda p, old: torch.dist(p, old) ** 2),
     "vector": lambda ps, olds: (nn.utils.parameters_to_vector(ps) - nn.utils.parameters_to_vector(olds)).square().sum(),
-    "flattened": lambda ps, olds: (
-        (torch.cat([p.flatten() for p in ps]) - torch.cat([o.flatten() for o in olds])).square().sum()
-    ),
-    "rows": lambda ps, olds: sum(
-        ((a - b) ** 2).sum() for p, o in zip(ps, olds, strict=True) for a, b in zip(p, o, strict=True)
-    ),  # type: ignore[misc]
+    "flattened": lambda ps, olds: torch.dist(torch.cat([p.flatten() for p in ps]), nn.utils.parameters_to_vector(olds)),
+    "rows": each(lambda p, old: torch.stack([((a - b) ** 2).sum() for a, b in zip(p, old, strict=True)]).sum()),
 }
 
 
@@ -410,7 +410,7 @@ def test_a_penalty_on_weights_reads_their_fp32_values_and_has_its_gradient(penal
     def loss_fn(net: nn.Module, x: Tensor) -> Tensor:
         net(x)
         with hs.suspended() if where == "suspended" else nullcontext():
-            loss = penalty(list(model.parameters()), olds)
+            loss: Tensor = penalty(list(model.parameters()), olds)
         seen.append(loss.detach())
         return loss
 
@@ -441,7 +441,7 @@ def test_what_layers_have_made_meets_low_weights_and_parts_lead_to_their_gradien
     model = hs.prepare(nn.Linear(8, 8), policy=policy(name=name))
     low = torch.randn(4, 8).bfloat16()
     assert (low * model.weight[0]).dtype is (low @ model.weight.T).dtype is BF16
-    node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
+    node: Any = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     assert node.variable is model.weight  # as DistributedDataParallel asks
     first = model.weight[0]
     (gradient,) = torch.autograd.grad((first * first).sum(), first)
