@@ -37,7 +37,7 @@ class Kept(Owner):
     """Keeps the fp32 value of one parameter, and what was asked of it."""
 
     def __init__(self, wide: Tensor) -> None:
-        super().__init__(in_forward=lambda: self.computing)
+        super().__init__(records=lambda: False if self.computing else None)
         self.wide, self.heard, self.computing, self.gone = wide, list[Any](), False, False
 
     def __contains__(self, parameter: object) -> bool:
@@ -107,7 +107,9 @@ def test_operators_read_the_fp32_value_where_no_policy_computes() -> None:
             assert read.dtype is FP32 and torch.equal(read, fine)
         assert parameter.bfloat16().dtype is BF16 and parameter.norm().dtype is FP32
         owner.computing = True
-        assert (parameter * 1).dtype is BF16 and (parameter.detach() * 1).dtype is BF16
+        activation = torch.ones(2, 3, dtype=BF16)
+        assert (parameter * 1).dtype is (parameter.detach() * activation).dtype is BF16
+        assert torch.equal(parameter.detach() * 1, fine) and torch.equal(parameter.data * fine, fine * fine)
     owner.computing = False
     (parameter * 2).sum().backward()
     assert torch.equal(parameter.grad, torch.full((3,), 2.0, dtype=BF16))
@@ -169,7 +171,7 @@ def test_parts_of_a_parameter_read_and_write_its_fp32_value(parts: Callable[[Any
             part.zero_() if part.dim() == 1 else part.add_(0)
             value.zero_() if value.dim() == 1 else value.add_(0)
         owner.computing = True
-        assert (parts(parameter)[0] * 1).dtype is BF16
+        assert (parts(parameter)[0] * torch.ones(2, 1, 1, dtype=BF16)).dtype is BF16
     assert torch.equal(owner.wide, exact) and torch.equal(Tensor.detach(parameter), exact.bfloat16())
     assert not low_written(parameter)
 

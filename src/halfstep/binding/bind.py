@@ -339,6 +339,7 @@ def _enter(
         state.bound = code.bound
         try:
             by_hand(False)
+            state.records = torch.is_grad_enabled()
             run = forward if method else partial(binding.methods["forward"], binding)
             return run(*((module, *args) if method else args), **kwargs)
         finally:
@@ -382,6 +383,8 @@ def _enter(
         try:
             if low:
                 by_hand(False)
+                if not in_forward():
+                    state.records = torch.is_grad_enabled()
             region.frame = open_recipe(binding.recipe, region)
             state.bound = binding.recipe
             if binding.root and binding.policy.params == "fp32" and copies is None:

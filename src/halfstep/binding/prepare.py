@@ -21,7 +21,7 @@ from halfstep.binding.fp8 import load
 from halfstep.binding.fsdp import has_run, reshard
 from halfstep.binding.precise import replaced
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
-from halfstep.cast.state import in_forward
+from halfstep.cast.state import forward_records
 from halfstep.errors import BindError, WeightsError
 from halfstep.formats import DTYPES, LOW_DTYPES, format_of
 from halfstep.kernels.sharded import is_sharded, local, put
@@ -164,10 +164,10 @@ def _lower(models: list[tuple[nn.Module, Plan]], concrete: Policy, trained: set[
     if low and concrete.master == "none":
         for _, parameter in low:
             put(parameter, local(Tensor.detach(parameter)).to(DTYPES[concrete.dtype]))
-        UnkeptWeights(low, in_forward)
+        UnkeptWeights(low, forward_records)
     elif low:
         frozen = {id(p) for _, p in low if not p.requires_grad and id(p) not in trained}
-        store = STRATEGIES[concrete.master](low, DTYPES[concrete.dtype], frozen=frozen, in_forward=in_forward)
+        store = STRATEGIES[concrete.master](low, DTYPES[concrete.dtype], frozen=frozen, records=forward_records)
         _accumulate_in(torch.float32 if concrete.grads == "fp32" else None, store.parameters())
     for _, parameter, decision in named:
         if decision.format == "fp32" and parameter.dtype in LOW_DTYPES:  # a low checkpoint under fp32 parameters

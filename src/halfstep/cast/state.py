@@ -19,6 +19,7 @@ class _State(threading.local):
         self.mode: RuleMode | None = None  # of the innermost region; those of outer regions, on torch's stack, are off
         self.bound: Any = None  # the innermost recipe opened by a bound module or a training step, or `HandCode`
         self.statistics: Any = None  # `Statistics` of the running training step: prepared models are added to it
+        self.records = True  # whether the forward pass that a low model is in began with gradients recorded
         self.frames: list[Any] = []  # the open regions, innermost last
         self.casts: dict[Hashable, Any] = {}  # the low tensors that `dispatch` caches until the outermost region ends
         self.copies: Copies | None = None  # the low weights of the running training step
@@ -47,3 +48,8 @@ hand_code = functools.cache(HandCode)  # one for a recipe: compiled code is guar
 def in_forward() -> bool:
     """Return whether the forward pass of a prepared model runs in this thread."""
     return STATE.bound is not None and type(STATE.bound) is not HandCode
+
+
+def forward_records() -> bool | None:
+    """Return whether the forward pass that runs in this thread began with gradients recorded; None: there is none."""
+    return STATE.records if in_forward() else None

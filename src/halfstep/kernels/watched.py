@@ -115,10 +115,14 @@ READ_TOO = frozenset(
 
 
 class Owner(ABC):
-    """What keeps the fp32 values of low parameters; `in_forward`: whether one of a model runs in this thread."""
+    """What keeps the fp32 values of low parameters.
 
-    def __init__(self, in_forward: Callable[[], bool]) -> None:
-        self.in_forward = in_forward
+    `records` returns whether the forward pass of a model that runs in this thread began with gradients recorded, None
+    where none runs.
+    """
+
+    def __init__(self, records: Callable[[], bool | None]) -> None:
+        self.records = records
         self.loading = False  # whether parameters are being filled: see `loaded`
         self.names: dict[int, str] = {}
         self.versions: dict[int, int] = {}  # of low weights when they were last known to be what their owner wrote
@@ -161,7 +165,7 @@ class Owner(ABC):
 
         What a backward pass computes again for a checkpoint records gradients, in a forward pass if it was in one.
         """
-        return self.in_forward() or (current_graph_task_id() != -1 and not torch.is_grad_enabled())
+        return self.records() is not None or (current_graph_task_id() != -1 and not torch.is_grad_enabled())
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
@@ -483,7 +487,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     sources = [source for value in tensors if (source := _source(value)) is not None]
     copies = not all("source" in value.__dict__ for value in tensors if type(value) is WeightTensor)
     if not copies:
-        if not sources or not all(_reads_fp32(source, tensors) for source in sources):
+        if not sources or not all(_reads_fp32(source, name, tensors) for source in sources):
             return func(*args, **kwargs)
         if name in VIEWS or name == "__get__":
             found = map_tensors(func(*args, **kwargs), lambda made: _alias(made, first))
@@ -616,17 +620,27 @@ def _is_low(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in LOW_DTYPES
 
 
-def _reads_fp32(source: Any, values: Any) -> bool:
-    """Return whether a function of the tensors in `values` reads the fp32 value of `source`, which is among them.
+def _reads_fp32(source: Any, name: str, values: Iterable[Any]) -> bool:
+    """Return whether the function `name` of `values` reads the fp32 value of `source`, which is among them.
 
-    In forward and backward passes: code without gradients that moves a weight by hand, by numbers and such weights.
+    In forward and backward passes: what moves a weight by hand, of such weights and numbers alone, or arithmetic with
+    tensors that have its shape or are expanded to it. That is what takes its ``.data`` or `detach`, and code without
+    gradients in a forward pass that records them, or that moves a frozen weight.
     """
     owner: Any = _owner(source)
     if not owner.computes():
         return True
-    if torch.is_grad_enabled() or source.requires_grad or not owner.moved(source):
-        return False
-    return all(_source(value) is not None for value in tensors_in(values))
+    if not any(type(value) is WeightTensor for value in values):
+        if torch.is_grad_enabled() or not (owner.records() or (not source.requires_grad and owner.moved(source))):
+            return False
+    others = [value for value in tensors_in(tuple(values)) if _source(value) is None and value.dim()]
+    return all(name in READS and _expands(value.shape, source.shape) for value in others)
+
+
+def _expands(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(
+        size in {1, wanted} for size, wanted in zip(shape[::-1], to[::-1], strict=False)
+    )
 
 
 def _fresh(value: Any) -> Any:
@@ -713,7 +727,7 @@ def _method(name: str) -> Any:
         if recorded and owner is not None:  # what modules compute
             if owner.computes() or _is_for_torch() or _meets_layers(tensors_in((self, args, kwargs))):
                 return plain(self, *args, **kwargs)
-        if name in CASTS or (owner is not None and not _reads_fp32(self, (self, args, kwargs))):
+        if name in CASTS or (owner is not None and not _reads_fp32(self, name, (self, *args, *kwargs.values()))):
             found = plain(self, *args, **kwargs)
             if name not in CASTS or owner is None or not isinstance(found, Tensor) or _is_low(found):
                 return found

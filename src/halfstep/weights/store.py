@@ -61,9 +61,9 @@ class WeightStore(Owner):
         low: torch.dtype,
         *,
         frozen: Container[int] = (),
-        in_forward: Callable[[], bool] = lambda: False,
+        records: Callable[[], bool | None] = lambda: None,
     ) -> None:
-        super().__init__(in_forward)
+        super().__init__(records)
         pairs = list(named)
         self.dtype, self._kind = low, str(low).removeprefix("torch.")
         for name, parameter in pairs:

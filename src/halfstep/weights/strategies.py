@@ -188,8 +188,8 @@ class UnkeptWeights(Owner):
 
     _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], in_forward: Callable[[], bool]) -> None:
-        super().__init__(in_forward)
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], records: Callable[[], bool | None]) -> None:
+        super().__init__(records)
         self._stepping: set[int] = set()  # optimizers
         for name, parameter in named:
             watch(parameter, self, name, held=True)
