@@ -38,6 +38,7 @@ from halfstep.kernels.eager.torch_fused import is_dense
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import (
+    DisableTorchFunction,
     DisableTorchFunctionSubclass,
     disabled_torch_function_impl,
     is_in_torch_dispatch_mode,
@@ -210,7 +211,7 @@ class WatchedParameter(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if is_dynamo_compiling():
-            with DisableTorchFunctionSubclass():
+            with DisableTorchFunction():  # under a mode, whose turn is over, Dynamo would come here again
                 return func(*args, **kwargs)
         plain = type(func) is GETTER and getattr(func, "__self__", None) not in TURNED
         file = "" if plain else _getframe(1).f_code.co_filename
