@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "halfstep"
 ROOMS = ("auto", "binding", "checkpoints", "step", "step/parts", "update")
 
 MOST_FILES = 20  # of Python in one folder
-MOST_LINES = 62_100  # of Python in the package; the aim is 62,000
+MOST_LINES = 62_000  # of Python in the package
 LINES, ATTRIBUTES, NONES = 300, 16, 15  # of TrainStep
 README_LINES = 12
 

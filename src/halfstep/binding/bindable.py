@@ -1,7 +1,5 @@
 """What can be bound: checks of models and optimizers, made before anything is changed; the module rules of a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

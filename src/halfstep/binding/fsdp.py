@@ -4,8 +4,6 @@ torch has no public way to ask for the groups of parameters that are gathered to
 state of a pass; only this file reads and sets them. It also refuses averages of gradients in another format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

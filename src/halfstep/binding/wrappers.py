@@ -1,7 +1,5 @@
 """Wrappers that libraries put around models and optimizers, known by the names of their classes; the user's inside."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

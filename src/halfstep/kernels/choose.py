@@ -3,8 +3,6 @@
 The functions take tensors and call an operator of `kernels.ops` where its kernels can be used, else torch's operators.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence

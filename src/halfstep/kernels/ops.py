@@ -25,8 +25,6 @@ element i of parameter n, stream s (0 weight, 1 first state, 2 second) gets the 
 device, by torch's operators where no kernels are loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -17,8 +17,6 @@ that returns a setting, so one that a program made itself with `mallopt` is not 
 adjustment of the thresholds by malloc; after the last step they are what that adjustment ends at.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -4,8 +4,6 @@ The kernels take plain tensors. What the library stores beside a sharded paramet
 rank's part; what it shows to users (fp32 values, optimizer states) is sharded as the parameter is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any

@@ -3,8 +3,6 @@
 Shared by black box, monitor and audit. Computing again leaves the generators of random numbers as they were.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

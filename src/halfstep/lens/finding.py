@@ -1,7 +1,5 @@
 """Finding: one thing that is wrong with a run's numbers, in one vocabulary for the audit and for Monitor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

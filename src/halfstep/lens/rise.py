@@ -9,8 +9,6 @@ training, or after a restart of the schedule, comes back; a loss that is large b
 or of a policy whose first reward has come, rises while the weights stay nearly as large as they were.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 `kind` says what happened at the place, `cause` why: a place where fp16 overflows may have a learning rate as its cause.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

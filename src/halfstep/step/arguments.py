@@ -1,7 +1,5 @@
 """What a training step can be made of, checked before anything is changed."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

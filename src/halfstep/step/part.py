@@ -5,8 +5,6 @@ over ranks, retries, the black box and metrics. A step has a part only for what 
 parts; users add their own with ``TrainStep.add_part``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ torch's `load_state_dict` looks at the number of parameters alone. Which states 
 of torch's own optimizers (2.13); of others, tensors are compared with those that they hold at the moment.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from numbers import Real

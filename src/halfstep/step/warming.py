@@ -1,7 +1,5 @@
 """hs.warm: what compiles or loads the kernels of an update before the first step."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

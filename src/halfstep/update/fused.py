@@ -9,8 +9,6 @@ list, so a good step runs no Python for each parameter. On a CPU the addresses s
 which are called without torch's dispatcher unless a dispatch mode or a profiler watches it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

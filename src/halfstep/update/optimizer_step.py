@@ -6,8 +6,6 @@ Note [undo]: `Marks` tell an optimizer that raised and changed nothing from one 
 torch counts the writes to each tensor in its `_version`; no tensor is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from inspect import unwrap
 from types import FunctionType

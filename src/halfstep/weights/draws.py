@@ -11,8 +11,6 @@ torch.distributed runs more than one process at the first update, the seed is 0 
 parameters have seeds of their own, by number: with equal bits their rounding errors would be correlated.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

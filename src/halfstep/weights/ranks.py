@@ -1,7 +1,5 @@
 """Ranks of DistributedDataParallel: the wrapper whose forward pass runs, and communication hooks that cannot run."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

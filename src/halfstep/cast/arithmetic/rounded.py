@@ -5,8 +5,6 @@ backward pass does the same with the formulas and operators of torch's own autog
 an eager result is bit-equal to running the fp32 operator on widened inputs and rounding once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast

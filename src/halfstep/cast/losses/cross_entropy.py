@@ -6,8 +6,6 @@ rounded once. Without kernels the losses of the rows are those torch computes fr
 kernels sums are as exact or more so.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ Note [kinds]: the new error is a `RegionError` and of the built-in kind that tor
 around a call still catches it.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -14,8 +14,6 @@ function of torch.nn.functional. A layer of torch.nn whose forward calls nothing
 with the mode off. What it calls is read from its code and from that of the functions and methods it calls.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Mapping

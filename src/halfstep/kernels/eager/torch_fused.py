@@ -9,8 +9,6 @@ memory layouts (torch 2.13; SGD also in 2.11 and 2.12):
   tensor) has gradients and state without, so wrong elements are updated. CUDA's kernels refuse such a parameter.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy

@@ -5,8 +5,6 @@ where it is installed; `setup.py` builds them with `ship` and loads this file al
 tree, an editable installation and a wheel without them compile for the machine at hand, at first use.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Adam (Kingma and Ba 2014, arXiv 1412.6980) and AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.optim import Adam, AdamW
 

@@ -1,7 +1,5 @@
 """Lion (Chen et al. 2023, arXiv 2302.06675), which torch does not have: its update, and the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

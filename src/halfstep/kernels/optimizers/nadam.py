@@ -1,7 +1,5 @@
 """NAdam (Dozat 2016, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ), as torch.optim.NAdam computes it."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.optim import NAdam
 

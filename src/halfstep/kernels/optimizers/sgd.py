@@ -1,7 +1,5 @@
 """torch.optim.SGD without dampening."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.optim import SGD as TorchSGD
 

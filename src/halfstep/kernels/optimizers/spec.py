@@ -3,8 +3,6 @@
 The update itself on each device has the spec's name: C++ in `native/updates.h`, Triton in `triton/updates.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -15,8 +15,6 @@ halfstep has a threshold near them. Powers of two are not counted apart in these
 counts and taking the maximum of the last two places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Every product, sum and root is one fp32 operation, rounded once, in the order wr
 so results agree bit for bit where the device's division and square root are IEEE's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

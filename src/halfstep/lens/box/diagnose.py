@@ -1,7 +1,5 @@
 """Diagnose: a `Verdict` from a replay with instruments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 ``halfstep-blackbox-STEP.pt`` is plain containers and tensors (``torch.load(weights_only=True)``) and their checksum.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os

@@ -16,8 +16,6 @@ an atomic operation, so all ranks that read it read the same: "yes" if the last 
 rank that could not, or would not wait longer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import deque

@@ -5,8 +5,6 @@ same object with the same version. Two small gradients stand for all, so a good 
 host. Values are read after a bad step, in the first updates of a run, and where something looks wrong.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Sequence

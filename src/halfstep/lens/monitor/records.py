@@ -7,8 +7,6 @@ shares are curves, like underflow, headroom and what updates do.
 healthy run does not reach; each has its reason beside it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ backward pass knows its own w_i only, so it begins from ``w_i / reference``, and
 bit depends on it.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ Note [reads]: a copy to the host is complete when a flag has landed that was sen
 update is; `state_dict`, and a copy of the step, wait for the device.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, MutableMapping
 from typing import Any

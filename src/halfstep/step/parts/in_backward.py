@@ -18,8 +18,6 @@ refuses to go on until a checkpoint is loaded, as after an update that was cut o
 pass belongs to the critical part: signals are deferred to its end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Every N updates the latest numbers are packed into one tensor, whose copy lands 
 or two later. The names of gradients that were not finite come from norms that the update has computed anyway.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass, fields, replace

@@ -5,8 +5,6 @@ the states of torch's generators (under a microsecond each), and copies of the b
 change. Python's and NumPy's generators (43 microseconds a step) are kept only where windows run again (`retry`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

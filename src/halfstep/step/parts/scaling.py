@@ -13,8 +13,6 @@ What only one rank sees, a batch that was written to, must not be decided by it 
 the others and starts its backward passes from nan, so that the window is skipped on all of them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 

@@ -4,8 +4,6 @@
 not move, modules that return one number, and gradients that are all 0.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import weakref

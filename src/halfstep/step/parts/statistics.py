@@ -3,8 +3,6 @@
 The device decides whether they are restored, by the flag that it computes, and nothing waits.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 
