@@ -469,6 +469,11 @@ def divided(w: Tensor) -> None:
     w.copy_(w / w.norm(dim=1, keepdim=True).clamp(min=1))
 
 
+@torch.no_grad()
+def tied(w: Tensor) -> None:
+    w[0] = w[1] * (1 + 2**-12)
+
+
 CONSTRAINTS: dict[str, Callable[[Any], object]] = {
     "data = renorm(data)": lambda w: setattr(w, "data", torch.renorm(w.data, 2, 0, 1.0)),
     "data.copy_(renorm(data))": lambda w: w.data.copy_(torch.renorm(w.data, 2, 0, 1.0)),
@@ -476,6 +481,7 @@ CONSTRAINTS: dict[str, Callable[[Any], object]] = {
     "data = normalize(data)": lambda w: setattr(w, "data", nn.functional.normalize(w.data, dim=1)),
     "data = data * 0.9999": lambda w: setattr(w, "data", w.data * 0.9999),
     "without gradients": divided,
+    "rows without gradients": tied,
 }
 
 

@@ -743,7 +743,9 @@ def _method(name: str) -> Any:
     @wraps(plain)
     def view(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorded = torch.is_grad_enabled() and name not in NUMBERS
-        if _is_compiled() or (owner := _owner(self)) is None or owner.computes() or (recorded and _is_for_torch()):
+        if _is_compiled() or (owner := _owner(self)) is None or (recorded and _is_for_torch()):
+            return plain(self, *args, **kwargs)
+        if owner.computes() and (torch.is_grad_enabled() or not owner.records()):
             return plain(self, *args, **kwargs)
         with DisableTorchFunctionSubclass():
             return _call(plain, (self, *args), kwargs)
