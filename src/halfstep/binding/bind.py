@@ -527,6 +527,7 @@ def bind(module: nn.Module, binding: Binding) -> None:
 def unbind(module: nn.Module) -> None:
     """Take the binding off `module`; a method that was read before runs as the user wrote it."""
     binding: Binding = module.__dict__.pop(KEY)
+    PRECISE.discard(module)
     for name, value in list(module.__dict__.items()):
         if binding.gave(name, value):
             del module.__dict__[name]

@@ -61,8 +61,13 @@ def test_a_product_with_the_weight_of_an_fp32_module_is_in_fp32(name: str, way: 
     assert hidden.dtype is torch.bfloat16 and torch.equal(found.float(), wanted)
 
 
-def test_weights_of_other_modules_stay_low() -> None:
-    model = hs.prepare(Model(), policy=hs.Policy.of("mixed", dtype="bf16").with_modules({"head": "fp32"}))
+@pytest.mark.parametrize("before", [False, True])
+def test_weights_of_other_modules_stay_low(before: bool) -> None:
+    model, mixed = Model(), hs.Policy.of("mixed", dtype="bf16")
+    if before:
+        hs.unprepare(hs.prepare(model, policy=mixed.with_modules({"embed": "fp32", "head": "fp32", "body": "fp32"})))
+    hs.prepare(model, policy=mixed.with_modules({"body": "fp32"}))
     with torch.no_grad():
-        by_hand = model(torch.randn(4, 16), lambda m, h: F.linear(h, m.embed.weight))
-        assert torch.equal(by_hand, by_hand.bfloat16().float())
+        for weight in (model.embed.weight, model.head.weight):
+            by_hand = model(torch.randn(4, 16), lambda m, h, w=weight: F.linear(h, w))
+            assert torch.equal(by_hand, by_hand.bfloat16().float())
