@@ -271,7 +271,7 @@ class WatchedParameter(Tensor):
 
     def detach(self) -> Tensor:
         """Return an alias that autograd does not see: a `WeightTensor`, which an embedding's max_norm writes."""
-        if is_dynamo_compiling() or is_in_torch_dispatch_mode():
+        if _is_compiled() or is_in_torch_dispatch_mode():
             return Tensor.detach(self)
         return _derived(Tensor.detach(self), source=self, counted=True, direct=True)
 
