@@ -49,6 +49,7 @@ FEWEST, WHOLE = 5, 64
 gradient overwrites, are a tenth of all logits and gradients; each part reads and writes the input's fp32 gradient."""
 
 NOT_COUNTED = -100  # torch's default for targets that do not count
+TRACED = torch.__version__ >= "2.13"  # 2.11 compiles the functions below to wrong gradients; 2.12 was not tried
 
 
 class Settings(NamedTuple):
@@ -171,6 +172,7 @@ def fused_loss(
         and input.numel() > 0
         and linear_weight.numel() > 0
         and forward_ad_level() < 0
+        and (TRACED or not torch.compiler.is_compiling())
     )
     if not lean:
         linear = EMULATED["linear"] if emulating else F.linear
