@@ -539,6 +539,7 @@ def unbind(module: nn.Module) -> None:
 def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
     layer, norm = low_forward(original), norm_forward(original)
     own = _plain_forward(original)
+    traced = own.forward  # the Dynamo of torch 2.11 takes no function off a class that it has by a closure
 
     def forward(binding: Binding, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -548,12 +549,12 @@ def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
         if self is None:
             self = binding.here()
         state = STATE
-        if binding.idle and state.bound is binding.passes:
-            return own.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             if state.bound is binding.passes:
-                return own.forward(self, *args, **kwargs)
-            return _enter_compiled(binding, own.forward, self, args, kwargs)
+                return traced(self, *args, **kwargs)
+            return _enter_compiled(binding, traced, self, args, kwargs)
+        if binding.idle and state.bound is binding.passes:
+            return own.forward(self, *args, **kwargs)
         mode, run = binding.recipe.mode, own.forward
         if mode is not None and binding.unruled is None:
             binding.unruled = unruled(self, original, mode.ruled)
@@ -615,12 +616,14 @@ def _own_methods(original: type[nn.Module]) -> Iterator[str]:
 def _bound_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
     """Return the method `name` of bound modules of class `original`; see note [methods]."""
 
+    traced = getattr(original, name)  # as in `_bound_forward`
+
     def method(binding: Binding, *args: Any, **kwargs: Any) -> Any:
-        run = getattr(original, name)  # a method that its class is given later counts
+        compiling = torch.compiler.is_compiling()
+        run = traced if compiling else getattr(original, name)  # a method that its class is given later counts
         self, outer = binding.here(), STATE.bound
         if outer is binding.passes:
             return run(self, *args, **kwargs)
-        compiling = torch.compiler.is_compiling()
         if tensors((args, kwargs)):
             return (_enter_compiled if compiling else _enter)(binding, run, self, args, kwargs, method=True)
         if outer is not None or not binding.root or compiling:
