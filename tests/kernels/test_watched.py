@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.kernels.names import READS, SHAPES, WRITES
 from halfstep.kernels.watched import (
-    READS,
-    SHAPES,
-    WRITES,
     Owner,
     WatchedParameter,
     WeightTensor,

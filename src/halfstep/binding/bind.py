@@ -615,7 +615,6 @@ def _own_methods(original: type[nn.Module]) -> Iterator[str]:
 
 def _bound_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
     """Return the method `name` of bound modules of class `original`; see note [methods]."""
-
     traced = getattr(original, name)  # as in `_bound_forward`
 
     def method(binding: Binding, *args: Any, **kwargs: Any) -> Any:

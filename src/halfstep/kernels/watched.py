@@ -35,6 +35,19 @@ from torch.compiler import is_dynamo_compiling
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.eager.torch_fused import is_dense
+from halfstep.kernels.names import (
+    CASTS,
+    COPIES,
+    FILLS,
+    LAYERS,
+    METHODS,
+    NUMBERS,
+    READ_TOO,
+    READS,
+    SHAPES,
+    VIEWS,
+    WRITES,
+)
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.torch_private.devices import storage_key
 from halfstep.torch_private.modes import (
@@ -63,56 +76,7 @@ RULES = str(Path(__file__).parent.parent / "cast" / "rules" / "dispatch.py")  # 
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 GETTER = type(_get)  # of an attribute
-TURNED = frozenset({Tensor.T, Tensor.mT, Tensor.H, Tensor.mH})
-
-SHAPES = frozenset(
-    "as_strided_ detach_ rename_ requires_grad_ resize_ resize_as_ resize_as_sparse_ set_ share_memory_ "
-    "sparse_resize_ sparse_resize_and_clear_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split()
-)
-"""In-place methods that change no values."""
-WRITES = frozenset(
-    name
-    for name in dir(Tensor)
-    if (name.endswith("_") and not name.endswith("__") and not name.startswith("_") and name not in SHAPES)
-    or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
-    or name == "__setitem__"
-)
-"""In-place methods of tensors that change values."""
-FILLS = frozenset("bernoulli_ cauchy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_".split())
-"""Those that begin anew: nothing of earlier values is left."""
-CASTS = frozenset("bfloat16 cpu cuda double float half to type xpu".split())
-COPIES = CASTS | frozenset("__deepcopy__ clone contiguous detach".split())
-"""Functions that give the same values again."""
-READS = frozenset(
-    "__abs__ __add__ __mul__ __neg__ __pow__ __radd__ __rdiv__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ "
-    "__truediv__ abs add addcdiv addcmul clamp clamp_max clamp_min clip clone dist div divide exp lerp log maximum "
-    "mean minimum mul multiply neg negative norm pow rsub sqrt square sub subtract sum true_divide".split()
-)
-"""Functions that read fp32 values by hand, also beside other low tensors: arithmetic in any format."""
-NUMBERS = frozenset("__array__ __float__ allclose equal isclose item numpy tolist".split())
-METHODS = READS | frozenset(
-    "amax amin cos cumsum diff erf expm1 fliplr flipud flip gather index_select kthvalue log10 log1p log2 logsumexp "
-    "masked_fill masked_select max median min nan_to_num nansum prod quantile reciprocal renorm repeat "
-    "repeat_interleave roll rot90 round rsqrt sigmoid sign sin softmax sort std take take_along_dim tanh tile topk "
-    "trace tril triu unique var where".split()
-)
-"""Methods of a parameter that read its fp32 value, beside `READ_TOO`. Of an alias all functions do, unless they compute
-with other low tensors, as a layer does, or make tensors like it."""
-LAYERS = frozenset({"backward", "embedding", "embedding_bag", "grad"})
-"""Functions of low weights alone, or of integers too, that get these weights."""
-VIEWS = frozenset(
-    "__getitem__ as_strided chunk detach diagonal expand expand_as flatten hsplit movedim narrow permute ravel reshape "
-    "reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten "
-    "unfold unsqueeze view view_as vsplit".split()
-)
-"""Functions whose results may be views: aliases of a part of the weight."""
-READ_TOO = frozenset(
-    name
-    for name in set(dir(Tensor)) - WRITES - METHODS - VIEWS - NUMBERS - CASTS
-    if callable(getattr(torch, name, None))
-    and not (name.startswith(("_", "is_")) or name in {"device", "dtype", "get_device", "layout", "numel", "storage"})
-) | frozenset("__eq__ __floordiv__ __ge__ __gt__ __le__ __lt__ __matmul__ __mod__ __ne__ __rmatmul__".split())
-"""Methods that this class leaves as they are and that read fp32 values by hand, as the functions of torch do."""
+TURNED = frozenset({Tensor.T, Tensor.mT, Tensor.H, Tensor.mH})  # attributes that are views
 
 
 class Owner(ABC):
@@ -429,6 +393,10 @@ def _source(value: Any) -> Tensor | None:
     return value if type(value) is WatchedParameter and _owner(value) is not None else None
 
 
+def _sources(tensors: Iterable[Any]) -> list[Tensor]:
+    return [source for value in tensors if (source := _source(value)) is not None]
+
+
 def _read(parameter: Any) -> Tensor:
     """Return the fp32 value of a low parameter, or the values of a copy, as a new tensor."""
     owner = _owner(parameter)
@@ -485,7 +453,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if name == "detach" and type(first) is WeightTensor:
         return _derived(func(first), source=first.__dict__.get("source"), counted=first.__dict__.get("counted"))
     tensors = tensors_in((args, kwargs))
-    sources = [source for value in tensors if (source := _source(value)) is not None]
+    sources = _sources(tensors)
     copies = not all("source" in value.__dict__ for value in tensors if type(value) is WeightTensor)
     if not copies:
         if not sources or not all(_reads_fp32(source, name, tensors) for source in sources):
@@ -547,7 +515,7 @@ def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
     if isinstance(func, TORCH_OPS) or not OWN.issuperset(types):
         return False
     tensors = tensors_in((args, kwargs))
-    sources = [source for value in tensors if (source := _source(value)) is not None]
+    sources = _sources(tensors)
     if not sources or any(_owner(source).computes() for source in sources):  # type: ignore[union-attr]
         return False
     if _written(func, args, kwargs) is not None:

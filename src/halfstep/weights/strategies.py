@@ -182,8 +182,8 @@ LOST = 0.05  # of the movement that a change by hand makes
 class UnkeptWeights(Owner):
     """The low parameters of prepared models under `master="none"`; they keep it alive.
 
-    Outside of regions methods and copies of such a `kernels.watched.WatchedParameter` compute in fp32, as those of a
-    store do; a change by hand is rounded to nearest, with a warning if the low format loses it.
+    Where no policy computes, methods and copies of such a `kernels.watched.WatchedParameter` compute in fp32, as those
+    of a store do; a change by hand is rounded to nearest, with a warning if the low format loses it.
     """
 
     _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
