@@ -191,6 +191,9 @@ class Binding:
         return f"Binding({self.path or '<root>'}, policy={self.policy.name!r}, rule={self.rule!r})"
 
 
+TAKES_METHODS = torch.__version__ >= "2.13"
+"""Whether Dynamo takes a function off a class that it has by a closure; that of 2.11 does not, 2.12 was not tried."""
+
 IN_MODULES: Mapping[str, Mapping[str, Any]] = for_every_kind(
     "binding.bind",
     {
@@ -539,7 +542,7 @@ def unbind(module: nn.Module) -> None:
 def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
     layer, norm = low_forward(original), norm_forward(original)
     own = _plain_forward(original)
-    traced = own.forward  # the Dynamo of torch 2.11 takes no function off a class that it has by a closure
+    traced = own.forward  # see `TAKES_METHODS`
 
     def forward(binding: Binding, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -549,12 +552,12 @@ def _bound_forward(original: type[nn.Module]) -> Callable[..., Any]:
         if self is None:
             self = binding.here()
         state = STATE
+        if binding.idle and state.bound is binding.passes and (TAKES_METHODS or not torch.compiler.is_compiling()):
+            return own.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             if state.bound is binding.passes:
                 return traced(self, *args, **kwargs)
             return _enter_compiled(binding, traced, self, args, kwargs)
-        if binding.idle and state.bound is binding.passes:
-            return own.forward(self, *args, **kwargs)
         mode, run = binding.recipe.mode, own.forward
         if mode is not None and binding.unruled is None:
             binding.unruled = unruled(self, original, mode.ruled)
