@@ -415,7 +415,7 @@ def test_a_penalty_on_weights_reads_their_fp32_values_and_has_its_gradient(penal
         return loss
 
     step = hs.TrainStep(model, optimizer, loss_fn, policy=policy(name=name))
-    olds = [p.detach().clone() for p in model.parameters()]
+    olds = [q.detach().clone() for q in exact.parameters()]
     with torch.no_grad():
         for p, q in zip(model.parameters(), exact.parameters(), strict=True):
             p.mul_(1 + 2e-4)
@@ -446,6 +446,16 @@ def test_what_layers_have_made_meets_low_weights_and_parts_lead_to_their_gradien
     first = model.weight[0]
     (gradient,) = torch.autograd.grad((first * first).sum(), first)
     assert torch.equal(gradient, (2 * model.state_dict()["weight"][0]).bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_graph_without_gradients_computes_with_low_weights() -> None:
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(8, 16)
+    hs.prepare(model, policy=hs.Policy.of("O2", dtype="fp16", emulate="always"))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", ["O2", "pure"])
