@@ -45,7 +45,8 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         """Write ``.metadata``, a pickle for other programs that is not read here, and make the table."""
         super().finish(metadata, results)
-        places = {(index.fqn, tuple(index.offset or ())): place for index, place in metadata.storage_data.items()}
+        writes = [write for of_rank in results for write in of_rank]
+        places = {(write.index.fqn, tuple(write.index.offset or ())): write.storage_data for write in writes}
         for name, tensor in metadata.state_dict_metadata.items():
             parts = []
             for chunk in tensor.chunks:
