@@ -88,10 +88,8 @@ class Given:
                 f"retry={self.retry!r}: the host must read each verdict to run a window again, and a CUDA graph makes "
                 "the update and moves the scale without it; leave out retry or cuda_graph"
             )
-        if self.state == HOST and (self.cuda_graph or self.update_in_backward):
-            name = "cuda_graph" if self.cuda_graph else "update_in_backward"
-            why = "has the addresses of one update" if self.cuda_graph else "needs all states during the backward pass"
-            raise StepError(f"state='host': {name}={getattr(self, name)!r} {why}; leave out one of the two")
+        if self.state == HOST and self.cuda_graph:
+            raise StepError("state='host': cuda_graph=True has the addresses of one update; leave out one of the two")
         self.retry = ENOUGH if self.retry is True else int(self.retry)
 
 

@@ -14,9 +14,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -138,6 +139,11 @@ def _let_adagrad_step() -> torch.library.Library:
     return library
 
 
+def _here(kind: Any) -> type:
+    """Return torch's class of streams or events as one whose objects are those of the fake device."""
+    return type(kind.__name__, (kind,), {"__new__": lambda *ignored, **named: kind("cuda")})
+
+
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
     """Let ``device="cuda"`` mean the fake device inside: one GPU of compute capability 9.0 that computes nothing.
@@ -164,8 +170,13 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_properties": lambda device=None: SimpleNamespace(major=CAPABILITY[0], minor=CAPABILITY[1]),
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_current_stream_capturing": lambda: False,
+        "Event": _here(torch.Event),
+        "Stream": _here(torch.Stream),
+        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda device=None: torch.Stream("cuda"),
     }
     with ExitStack() as stack:
         for name, answer in answers.items():

@@ -33,6 +33,7 @@ from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import TWICE, Given
 from halfstep.step.loss import RECOMPUTES
 from halfstep.step.moments import Moments, Watchers
+from halfstep.step.parts.host_state import HostState
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.trees import graph_of
@@ -51,11 +52,12 @@ class InBackward:
     """The updates of one training step, made inside its backward passes."""
 
     def __init__(
-        self, given: Given, updater: Updater, scaler: GradScaler, record: Record, watchers: Watchers, *, alone: bool
-    ) -> None:
+        self, given: Given, updater: Updater, scaler: GradScaler, record: Record, watchers: Watchers,
+        host: HostState | None, *, alone: bool,
+    ) -> None:  # fmt: skip
         _refuse(given, updater, scaler, alone=alone)
         self._given, self._updater, self._record, self._watchers = given, updater, record, watchers
-        self._scales = scaler.is_enabled()
+        self._scales, self._host = scaler.is_enabled(), host
         self._draws = updater.draws
         self._written = self._looked = False
         self._task = -1  # of autograd's engine: the backward pass of the step; -1: none is under way
@@ -182,6 +184,8 @@ class InBackward:
         parameters, gradients = self._taken()
         if not parameters:
             return
+        if self._host is not None:
+            self._host.bring(parameters)
         check, write = self._updater.plan(parameters, gradients, None, None, None, part=place)
         del gradients
         if self._updater.reason:
@@ -194,6 +198,8 @@ class InBackward:
             self._untouched = self._bad.clone()
         self._written = True
         write(check.factor if self._factor is None else self._factor, self._bad)
+        if self._host is not None:
+            self._host.send(parameters)
         for parameter in parameters:
             parameter.grad = None
 
