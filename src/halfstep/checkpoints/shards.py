@@ -45,7 +45,7 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         """Write ``.metadata``, a pickle for other programs that is not read here, and make the table."""
         super().finish(metadata, results)
-        places = {(index.fqn, tuple(index.offset or ())): place for index, place in metadata.storage_data.items()}
+        places = {(r.index.fqn, tuple(r.index.offset or ())): r.storage_data for some in results for r in some}
         for name, tensor in metadata.state_dict_metadata.items():
             parts = []
             for chunk in tensor.chunks:
