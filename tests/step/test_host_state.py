@@ -227,7 +227,8 @@ def test_updates_in_backward_have_the_states_of_what_they_update(policy: str, wa
 def over_ranks(folder: Path, pairs: list[tuple[str, str]], device: str = on_host_ranks.NAME) -> None:
     """Train on two ranks; each has its part of the states on the host, and the bits of states on the device."""
     given, shared = folder / "given", folder / "shared"
-    given.mkdir(), shared.mkdir()
+    given.mkdir()
+    shared.mkdir()
     for found in in_two_processes(on_host_ranks.run, given, str(shared), pairs, device):
         here = ["cpu cpu"], [f"{device} {device}"]
         end = found.pop("resumed")

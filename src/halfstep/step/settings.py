@@ -293,7 +293,7 @@ class Settings:
         self._verdicts = Verdicts(cast("TrainStep", self), moments, alone=alone)
         parts: list[object] = [] if alone else [self._verdicts]
         parts += [self._updater, record]
-        if given.state == arguments.HOST:  # its copies are queued before the record's verdict, and there before it is
+        if given.state == "host":  # its copies are queued before the record's verdict, and there before it is
             parts.append(HostState(self._updater, whole=not given.update_in_backward))
         if windows:
             parts.append(self._copies)
@@ -312,8 +312,8 @@ class Settings:
             parts.append(Unfinished(self._updater, record))
         if record.history is not None:  # `Retry` may have made it
             parts.insert(parts.index(record), record.history)
-        self._moments.call(parts)
         self._make_in_backward()
+        self._moments.call(parts)
         record.scheduled = given.scheduler is not None
         record.signals.learning.watch(self, moments)
         self._statistics = Statistics(model, self._moments.add)
@@ -323,10 +323,7 @@ class Settings:
         self._in_backward = None
         if self.update_in_backward:
             given, alone = self._given, self._verdicts.alone
-            host = next((part for part in self.parts if isinstance(part, HostState)), None)
-            self._in_backward = InBackward(
-                given, self._updater, self._scaler, self.record, self.watchers, host, alone=alone
-            )
+            self._in_backward = InBackward(given, self._updater, self._scaler, self.record, self.watchers, alone=alone)
             self._moments.has_written = self._in_backward.has_written
 
     def _take_optimizer(self) -> None:

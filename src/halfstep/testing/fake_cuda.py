@@ -139,11 +139,6 @@ def _let_adagrad_step() -> torch.library.Library:
     return library
 
 
-def _here(kind: Any) -> type:
-    """Return torch's class of streams or events as one whose objects are those of the fake device."""
-    return type(kind.__name__, (kind,), {"__new__": lambda *ignored, **named: kind("cuda")})
-
-
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
     """Let ``device="cuda"`` mean the fake device inside: one GPU of compute capability 9.0 that computes nothing.
@@ -173,10 +168,10 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         "get_device_properties": lambda device=None: SimpleNamespace(major=CAPABILITY[0], minor=CAPABILITY[1]),
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_current_stream_capturing": lambda: False,
-        "Event": _here(torch.Event),
-        "Stream": _here(torch.Stream),
+        "Event": torch.Event,
+        "Stream": torch.Stream,
         "stream": lambda stream: nullcontext(),
-        "current_stream": lambda device=None: torch.Stream("cuda"),
+        "current_stream": lambda device=None: torch.Stream(),
     }
     with ExitStack() as stack:
         for name, answer in answers.items():

@@ -52,12 +52,11 @@ class InBackward:
     """The updates of one training step, made inside its backward passes."""
 
     def __init__(
-        self, given: Given, updater: Updater, scaler: GradScaler, record: Record, watchers: Watchers,
-        host: HostState | None, *, alone: bool,
-    ) -> None:  # fmt: skip
+        self, given: Given, updater: Updater, scaler: GradScaler, record: Record, watchers: Watchers, *, alone: bool
+    ) -> None:
         _refuse(given, updater, scaler, alone=alone)
         self._given, self._updater, self._record, self._watchers = given, updater, record, watchers
-        self._scales, self._host = scaler.is_enabled(), host
+        self._scales = scaler.is_enabled()
         self._draws = updater.draws
         self._written = self._looked = False
         self._task = -1  # of autograd's engine: the backward pass of the step; -1: none is under way
@@ -97,6 +96,7 @@ class InBackward:
             raise StepError(REENTRANT)
         self._looked = True
         self._watch()
+        self._host = next((part for part in moments.parts if isinstance(part, HostState)), None)
         device = self._updater.optimizer.param_groups[0]["params"][0].device
         self._written, self._found, self._untouched, self._factor = False, [], None, None
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
