@@ -477,6 +477,32 @@ def test_weights_that_ranks_have_unequal_parts_of(tmp_path: Path) -> None:
     assert in_processes(3, unevenly, tmp_path) == [(0, True)] * 3
 
 
+def in_two_groups(rank: int) -> list[Any]:
+    """Return what is gathered in eight bits on 2 x 2 ranks: by two replicas, and beside tensor parallel layers."""
+    import warnings
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    warnings.simplefilter("ignore")
+    mesh, found, ends = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), [], []
+    for eight in (True, False):
+        with nullcontext() if eight else mock.patch("halfstep.binding.shard.gather"):
+            model = hs.shard(net(), policy("pure"), mesh=mesh)
+        found.append(len(asks(model)))
+        step = step_of(model, policy("pure"))
+        ends.append(str([step(x[rank::4], y[rank::4]).host().loss for x, y in batches(3, rows=32)]))
+    parallel = net()
+    for block in parallel.blocks:
+        parallelize_module(block, mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return [*found, ends[0] == ends[1], len(asks(hs.shard(parallel, policy(), mesh=mesh["outer"])))]
+
+
+@pytest.mark.dist
+def test_replicas_gather_in_eight_bits_and_tensor_parallel_layers_do_not(tmp_path: Path) -> None:
+    assert in_processes(4, in_two_groups, tmp_path) == [[4, 0, True, 0]] * 4
+
+
 def test_a_plan_counts_what_is_sent() -> None:
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters())
