@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +22,12 @@ pytest.importorskip("torchao.float8")
 
 import halfstep as hs
 from halfstep.errors import PolicyError
+from halfstep.kernels.sharded import local
 from halfstep.policy.plan import is_small
 from halfstep.policy.rule_kinds import RULE_KINDS
 from halfstep.tasks.gpt import gpt_task
-from tests.two_processes import in_two_processes
+from tests.distributed.counted import Collectives
+from tests.two_processes import in_processes, in_two_processes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fp8.* on cpu. no eight-bit units:UserWarning"),
@@ -371,3 +375,141 @@ def test_two_ranks_stay_equal_and_skip_together(how: str, preset: str, tmp_path:
     assert skipped == also == [False, False, True, False]
     assert same(mine, theirs)
     assert not same(mine, values(net()))
+
+
+# ------------------------------------------------------------------ gathered in eight bits
+
+
+def asks(model: nn.Module) -> list[str]:
+    """Return the names of the weights that fully_shard gathers in eight bits, whose parts are plain tensors."""
+    named = [(name, local(p)) for name, p in model.named_parameters()]
+    assert {type(part) for _, part in named} <= {Tensor, nn.Parameter}
+    return [name for name, part in named if hasattr(part, "fsdp_pre_all_gather")]
+
+
+def gathered(rank: int, preset: str, dtype: str, eight: bool) -> dict[str, Any]:
+    """Return what a run gives whose weights are gathered in eight bits, or in `dtype`."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    model = net()
+    with nullcontext() if eight else mock.patch("halfstep.binding.shard.gather"):
+        hs.shard(model, policy(preset, dtype=dtype))
+    step = step_of(model, policy(preset, dtype=dtype))
+    asked, given = asks(model), list(batches(6, rows=32))
+    results, state = [], {}
+    for number, (x, y) in enumerate(given):
+        mine = x[rank::2].clone()
+        if number == 2 and rank == 1:
+            mine[0] = 6e4 if dtype == "fp16" else float("inf")
+        with Collectives() as seen:
+            results.append(step(mine, y[rank::2]).host())
+        if number == 2:
+            verdict = str(step.explain())
+        if number == 3:
+            state = copy.deepcopy(step.state_dict())
+    ends = [copy.deepcopy(step.state_dict())]
+    step.load_state_dict(state)
+    for x, y in given[4:]:
+        step(x[rank::2], y[rank::2])
+    ends.append(step.state_dict())
+    resumed, *_ = (str(end["model"]) == str(ends[0]["model"]) for end in ends[1:])
+    loss = float(step.evaluate(*given[0]))
+    sent = sum(size for name, size in seen.seen if name == "_allgather_base_")
+    seen_of = [(r.loss, r.grad_norm, r.skipped) for r in results]
+    return {"asked": asked, "run": str([seen_of, ends[0], loss, verdict]), "sent": sent, "resumed": resumed}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("preset", "dtype"), [("mixed", "bf16"), ("O2", "fp16"), ("pure", "bf16")])
+def test_what_is_gathered_in_eight_bits_has_the_same_bits_and_half_the_bytes(
+    preset: str, dtype: str, tmp_path: Path
+) -> None:
+    runs = []
+    for name in ("low", "eight"):
+        (tmp_path / name).mkdir()
+        runs.append(in_two_processes(gathered, tmp_path / name, preset, dtype, name == "eight"))
+    elements = 2 * 2 * 32 * 64 // 2  # a rank's part of the weights of two blocks
+    for one, other in zip(*runs, strict=True):
+        assert not one["asked"] and len(other["asked"]) == 4
+        assert one["run"] == other["run"] and one["resumed"] and other["resumed"]
+        assert one["sent"] - other["sent"] == 2 * elements  # forward and backward pass, a byte less for each
+
+
+def in_other_ways(rank: int, preset: str) -> list[Any]:
+    """Return what is gathered in eight bits where that cannot be, and what a model without binding gives."""
+    import warnings
+
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    warnings.simplefilter("ignore")
+    (x, y), *_ = batches(1)
+    tied = net()
+    tied.blocks[1].up.weight = tied.blocks[0].up.weight  # type: ignore[union-attr]
+    found: list[Any] = [len(asks(hs.shard(tied, policy(preset), units=[])))]
+    found.append(len(asks(hs.shard(net(), policy(preset), offload_policy=CPUOffloadPolicy(pin_memory=False)))))
+    found.append(len(asks(hs.shard(net(), policy(preset), reshard_after_forward=1))))
+    found.append(len(asks(hs.shard(net(), policy(preset, "fp8-rowwise")))))
+    model = hs.shard(net(), policy("mixed"))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        losses = [float(loss_fn(hs.unprepare(model), x, y)), float(loss_fn(net(), x, y))]
+    return [*found, len(asks(model)), abs(losses[0] - losses[1]) < 0.01]
+
+
+@pytest.mark.dist
+def test_what_cannot_be_gathered_in_eight_bits_is_gathered_as_before(tmp_path: Path) -> None:
+    assert in_processes(1, in_other_ways, tmp_path, "O2") == [[2, 0, 0, 0, 0, True]]
+
+
+def unevenly(rank: int) -> tuple[int, bool]:
+    """Return how many of 3 ranks' weights are gathered in eight bits: none has rows that 3 divides."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    model = hs.shard(net(), policy())
+    (x, y), *_ = batches(1, rows=12)
+    return len(asks(model)), step_of(model, policy())(x[rank::3], y[rank::3]).host().updated
+
+
+@pytest.mark.dist
+def test_weights_that_ranks_have_unequal_parts_of(tmp_path: Path) -> None:
+    assert in_processes(3, unevenly, tmp_path) == [(0, True)] * 3
+
+
+def in_two_groups(rank: int) -> list[Any]:
+    """Return what is gathered in eight bits on 2 x 2 ranks: by two replicas, and beside tensor parallel layers."""
+    import warnings
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    warnings.simplefilter("ignore")
+    mesh, found, ends = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), [], []
+    for eight in (True, False):
+        with nullcontext() if eight else mock.patch("halfstep.binding.shard.gather"):
+            model = hs.shard(net(), policy("pure"), mesh=mesh)
+        found.append(len(asks(model)))
+        step = step_of(model, policy("pure"))
+        ends.append(str([step(x[rank::4], y[rank::4]).host().loss for x, y in batches(3, rows=32)]))
+    parallel = net()
+    for block in parallel.blocks:
+        parallelize_module(block, mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return [*found, ends[0] == ends[1], len(asks(hs.shard(parallel, policy(), mesh=mesh["outer"])))]
+
+
+@pytest.mark.dist
+def test_replicas_gather_in_eight_bits_and_tensor_parallel_layers_do_not(tmp_path: Path) -> None:
+    assert in_processes(4, in_two_groups, tmp_path) == [[4, 0, True, 0]] * 4
+
+
+def test_a_plan_counts_what_is_sent() -> None:
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters())
+
+    given: Any = {"batch": next(batches(1)), "loss_fn": loss_fn, "optimizer": adamw, "devices": 2, "shard": "fsdp2"}
+    put_in = []
+    for rule in ("fp8-rowwise", "fp8"):
+        sent = hs.plan(Net, policy=policy("pure", rule), **given).sent
+        put_in += [one.put_in for one in sent if one.collective == "all-gather"]
+    assert put_in[0] - put_in[1] == 2 * 2 * 2 * 32 * 64 // 2

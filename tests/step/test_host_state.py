@@ -23,6 +23,7 @@ from halfstep.testing.fake_cuda import missing as missing_cuda
 from halfstep.testing.host_device import missing
 from halfstep.update.fused import FusedUpdate
 from halfstep.update.updater import Updater
+from tests.step import on_host_ranks
 from tests.step.on_host_state import (
     MOMENTS,
     OPTIMIZERS,
@@ -36,6 +37,7 @@ from tests.step.on_host_state import (
     trained,
 )
 from tests.testing.test_host_device import environment
+from tests.two_processes import in_two_processes
 
 SCRIPT = Path(__file__).parent / "on_host_state.py"
 device = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -178,6 +180,78 @@ def test_the_test_of_addresses_can_fail() -> None:
     assert str(one) != str(other)
 
 
+class Brought(HostState):
+    """Brings states as `HostState` does, on a CPU, and fills what they were with nan; sent, they become nan as well."""
+
+    def bring(self, parameters: Any = None) -> None:
+        for parameter in self._updater.optimizer.state if parameters is None else parameters:
+            state = self._updater.optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, tuple):
+                    state[name] = value[0]
+
+    def send(self, parameters: Any = None) -> None:
+        for parameter in self._updater.optimizer.state if parameters is None else parameters:
+            state = self._updater.optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.numel() > 1:
+                    state[name] = (value.clone(),)
+                    value.fill_(torch.nan)
+
+
+@native
+@pytest.mark.parametrize("way", [True, "two passes"])
+@pytest.mark.parametrize("policy", ["mixed", "pure", "lean"])
+def test_updates_in_backward_have_the_states_of_what_they_update(policy: str, way: bool | str) -> None:
+    """Between their updates the states are out of reach."""
+    given: Any = {"clip_norm": None, "blackbox": False, "update_in_backward": way}
+    twin = step_of("cpu", "AdamW", policy, "device", **given)
+    with (
+        mock.patch("halfstep.step.settings.HostState", Brought),
+        mock.patch("halfstep.step.parts.in_backward.TOGETHER", 1),
+    ):
+        step = step_of("cpu", "AdamW", policy, "host", **given)
+    data = batches("cpu", 4, bad=2)
+    for batch in data:
+        assert str(step(*batch).host()) == str(twin(*batch).host())
+        assert {type(s["exp_avg"]) for s in step.optimizer.state.values()} == {tuple}
+    for part in step.parts:
+        if isinstance(part, HostState):
+            part.bring()
+    assert plain(step.state_dict()) == plain(twin.state_dict())
+
+
+# ------------------------------------------------------------------------------------------ sharded
+
+
+def over_ranks(folder: Path, pairs: list[tuple[str, str]], device: str = on_host_ranks.NAME) -> None:
+    """Train on two ranks; each has its part of the states on the host, and the bits of states on the device."""
+    given, shared = folder / "given", folder / "shared"
+    given.mkdir()
+    shared.mkdir()
+    for found in in_two_processes(on_host_ranks.run, given, str(shared), pairs, device):
+        here = ["cpu cpu"], [f"{device} {device}"]
+        end = found.pop("resumed")
+        assert end == [True, here[0], True, here[0], True, here[1], True, here[1]]
+        assert found == {f"{o} {p}": {"equal": True, "skipped": True, "places": [*here[::-1]]} for o, p in pairs}
+
+
+@device
+@pytest.mark.slow
+def test_each_rank_keeps_its_part_of_the_states_on_the_host(tmp_path: Path) -> None:
+    over_ranks(tmp_path, [("AdamW", name) for name in on_host_ranks.POLICIES] + [("RMSprop", "pure:bf16")])
+
+
+@device
+def test_each_rank_keeps_its_part(tmp_path: Path) -> None:
+    over_ranks(tmp_path, [("AdamW", "mixed:bf16")])
+
+
+@pytest.mark.slow
+def test_ranks_on_a_cpu_move_nothing(tmp_path: Path) -> None:
+    over_ranks(tmp_path, [("AdamW", name) for name in on_host_ranks.POLICIES], "cpu")
+
+
 # ------------------------------------------------------------------------------------------ planned
 
 
@@ -202,12 +276,22 @@ def adagrad(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(model.parameters())
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "sharded": {"devices": 2, "shard": "fsdp2"},
+    "hybrid": {"devices": 4, "shard": "fsdp2", "replicas": 2},
+    "in backward": {"update_in_backward": True},
+}
+
+
 @pytest.fixture(scope="module")
 def plans() -> dict[tuple[str, str, str], MemoryPlan]:
     """Plans for a GPU, made in one process: (optimizer, policy, state) -> plan."""
     keys = [(o.__name__, p, s) for o in (adamw, rmsprop, adagrad) for p in ("mixed", "pure", "lean") for s in STATES]
+    keys += [(way, p, s) for way in WAYS for p in ("mixed", "pure") for s in STATES]
     given = {"what": layers, "batch": (torch.zeros(4096, 256),), "loss_fn": square, "device": "cuda"}
-    made = plan_each([{**given, "optimizer": globals()[o], "policy": p, "state": s} for o, p, s in keys])
+    made = plan_each([
+        {**given, "optimizer": globals().get(o, adamw), "policy": p, "state": s, **WAYS.get(o, {})} for o, p, s in keys
+    ])  # fmt: skip
     return dict(zip(keys, made, strict=True))  # type: ignore[arg-type]  # errors are compared too
 
 
@@ -224,6 +308,19 @@ def test_a_planned_gpu_lacks_the_states_between_updates(
     for phase in ("forward", "backward"):
         assert there.phase_peaks()[phase] - here.phase_peaks()[phase] == saved
     assert there.phase_peaks()["update"] == here.phase_peaks()["update"]
+
+
+@cuda
+@pytest.mark.parametrize("policy", ["mixed", "pure"])
+@pytest.mark.parametrize(("way", "parts"), [("sharded", 2), ("hybrid", 2), ("in backward", 1)])
+def test_also_of_parts_and_with_updates_in_backward(
+    plans: dict[tuple[str, str, str], MemoryPlan], way: str, parts: int, policy: str
+) -> None:
+    there, here = (plans[way, policy, state] for state in STATES)
+    saved = 8 * 2 * (256 * 256 + 256) // parts
+    assert there.persistent_bytes - here.persistent_bytes == saved
+    assert there.phase_peaks()["forward"] - here.phase_peaks()["forward"] == saved
+    assert 0 < there.peak_bytes - here.peak_bytes <= saved
 
 
 def test_a_plan_for_a_cpu_says_that_nothing_is_moved() -> None:
@@ -247,11 +344,6 @@ def test_a_plan_for_a_cpu_says_that_nothing_is_moved() -> None:
             {"state": "host", "cuda_graph": True},
             "state='host': cuda_graph=True has the addresses of one update; leave out one of the two",
         ),
-        (
-            {"state": "host", "update_in_backward": "two passes"},
-            "state='host': update_in_backward='two passes' needs all states during the backward pass; leave out one of "
-            "the two",
-        ),
     ],
 )
 def test_what_is_refused(named: dict[str, Any], message: str) -> None:
@@ -269,11 +361,6 @@ def test_an_optimizer_that_steps_through_another_one_is_refused() -> None:
     with pytest.raises(StepError, match="state='host': Through steps through another optimizer, which has the states"):
         hs.TrainStep(model, Through(model.parameters()), loss_fn, state="host")
     assert hs.prepared_policy(model) is None
-
-
-def test_sharded_parameters_are_refused() -> None:
-    with pytest.raises(StepError, match=r"sharded.*offload_policy=torch\.distributed\.fsdp\.CPUOffloadPolicy\(\)"):
-        hs.plan(layers, (torch.zeros(8, 256),), square, adamw, devices=2, shard="fsdp2", state="host")
 
 
 def test_a_setting_that_is_fixed_and_copied() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from halfstep.errors import BindError, StepError, UnbuiltError
 from halfstep.formats import DTYPES
-from halfstep.kernels.sharded import has_parts
+from halfstep.kernels.sharded import has_parts, local
 from halfstep.policy.policy import Policy
 from halfstep.torch_private.distributed import active_ddp, fsdp_groups, fsdp_state, is_root
 
@@ -130,9 +130,6 @@ def refuse_own_loop(model: nn.Module, policy: Policy) -> None:
     refuse_other_average(model, policy, asked(policy))
 
 
-# ------------------------------------------------------------------ all parameters in one place
-
-
 def has_room(model: nn.Module) -> bool:
     """Return whether all parameters of a sharded model would fit here."""
     parts = [p for p in model.parameters() if hasattr(p, "placements")]
@@ -152,6 +149,17 @@ def fits(size: int, device: torch.device) -> bool:
     return True
 
 
+def gather_as_others(model: nn.Module) -> list[Any]:
+    """Have weights that `fp8.gather` was called with gathered as others are; return them, with what they were."""
+    pairs = [(vars(p), vars(local(p.sharded_param))) for group in _groups(model) for p in group.fsdp_params]
+    found = [(own, asked, own.copy(), asked.copy()) for own, asked in pairs if "fsdp_pre_all_gather" in asked]
+    for own, asked, *_ in found:
+        own.pop("_unsharded_param", None)
+        own["all_gather_outputs"] = []
+        del asked["fsdp_pre_all_gather"], asked["fsdp_post_all_gather"]
+    return found
+
+
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Have all parameters of a model under `fully_shard` in one place in a block. Entering is collective.
@@ -160,6 +168,8 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     """
     modules: list[Any] = [module for module in model.modules() if is_fsdp(module)]
     groups = _groups(model)
+    reshard(model)
+    otherwise = gather_as_others(model)  # a replay and its evidence read all weights alike
     switches = [{name: getattr(group, name) for name in SWITCHES} for group in groups]
     try:
         for module in modules:
@@ -177,6 +187,10 @@ def unsharded(model: nn.Module) -> Iterator[None]:
                 setattr(group, name, value)
         _forget_passes(model, groups)
         reshard(model)
+        for own, asked, before, functions in otherwise:
+            own.pop("_unsharded_param", None)
+            own.update(before)
+            asked.update(functions)
 
 
 def _forget_passes(model: nn.Module, groups: list[Any]) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from halfstep.binding.bind import Binding, bind, binding_of, is_bound, unbind
 from halfstep.binding.bindable import check_model, check_optimizers, is_done, is_stateless, ruled
 from halfstep.binding.fp8 import load
-from halfstep.binding.fsdp import has_run, reshard
+from halfstep.binding.fsdp import gather_as_others, has_run, reshard
 from halfstep.binding.precise import replaced
 from halfstep.binding.wrappers import unwrap, unwrap_optimizer
 from halfstep.cast.state import forward_records
@@ -292,6 +292,7 @@ def unprepare(model: ModelT) -> ModelT:
             mine.holders.difference_update(modules)
             if module is inner or not mine.holders:  # else a guest of another prepared model
                 unbind(module)
+    gather_as_others(inner)
     own = {id(p) for p in inner.parameters()}
     LowStates.release(own)
     ExpectedScaler.release(own)

@@ -7,6 +7,7 @@ left to cast. All others are gathered as they are stored. So a unit, a transform
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,7 @@ from torch import nn
 from halfstep.arguments import CALLABLE, MODEL, NONE, check
 from halfstep.binding.bind import binding_of
 from halfstep.binding.bindable import check_model
+from halfstep.binding.fp8 import gather
 from halfstep.binding.fsdp import is_fsdp
 from halfstep.binding.prepare import prepare
 from halfstep.errors import BindError
@@ -52,7 +54,8 @@ def shard(
 
     Low parameters are sharded low: an all-gather sends 2 bytes an element and casts nothing, and what keeps the fp32
     values (`master`, `split`, `kahan`, `stochastic`) and the optimizer's state exist for this rank's part only. Under
-    params="fp32" the parameters that the policy's operators read in the low format are gathered in it.
+    params="fp32" the parameters that the policy's operators read in the low format are gathered in it; weights of
+    layers under the rule "fp8" in eight bits.
 
     Args:
         model: on the device of the mesh, or on the meta device; tensor parallel already, if it is to be.
@@ -85,18 +88,14 @@ def shard(
     for path, module in model.named_modules():
         if is_fsdp(module) or binding_of(module) is not None:
             done = "sharded" if is_fsdp(module) else "prepared"
-            raise BindError(
-                f"hs.shard: module {path or '<root>'!r} is {done} already; give hs.shard the plain model, or call "
-                "fully_shard yourself and then hs.prepare"
-            )
+            raise BindError(f"hs.shard: module {path or '<root>'!r} is {done} already; give hs.shard the plain model, "
+                            "or call fully_shard yourself and then hs.prepare")  # fmt: skip
     if "mp_policy" in options:
         raise BindError("hs.shard: mp_policy follows from the policy; change its fields (params, reduce), or call "
                         "fully_shard yourself and then hs.prepare")  # fmt: skip
     if not torch.distributed.is_initialized():
-        raise BindError(
-            "hs.shard: there is no process group; call torch.distributed.init_process_group() first, in a program "
-            "started by torchrun"
-        )
+        raise BindError("hs.shard: there is no process group; call torch.distributed.init_process_group() first, in a "
+                        "program started by torchrun")  # fmt: skip
     mesh = options.get("mesh")
     if mesh is None:
         here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -107,13 +106,17 @@ def shard(
         plan = resolve(wanted, model, mesh.device_type)
     else:
         plan = check_model(model, wanted, (mesh.device_type,), one_pass=False)
-    groups = list(_Grouping(model, plan, _units(model, units)).groups())  # all, before parameters are replaced
-    for modules, mp_policy in groups:
+    grouping = _Grouping(model, plan, _units(model, units))
+    eight = [] if options.get("offload_policy") or type(options.get("reshard_after_forward")) is int else grouping.eight
+    for modules, mp_policy in list(grouping.groups()):  # all, before parameters are replaced
         fully_shard(modules if len(modules) > 1 else modules[0], mp_policy=mp_policy, **options)
     if meta:
         model.to_empty(device=mesh.device_type)
         (_reset if init is None else init)(model)
-    return prepare(model, policy=wanted)
+    prepare(model, policy=wanted)
+    for module in eight:
+        gather(module.weight, DTYPES[plan.policy.dtype])
+    return model
 
 
 def _units(model: nn.Module, units: Iterable[str | nn.Module] | None) -> list[nn.Module]:
@@ -151,9 +154,11 @@ class _Grouping:
 
     def __init__(self, model: nn.Module, plan: Plan, units: list[nn.Module]) -> None:
         self._model, self._plan, self._units = model, plan, [*units, model]
-        self._paths = {module: path for path, module in model.named_modules()}
+        self._paths: dict[Any, str] = {module: path for path, module in model.named_modules()}
         self._rules = {m.path: m.rule for m in plan.modules}
         self._operators = {name: decision.rule for name, decision in plan.operators}
+        owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+        self.eight = [m for m in self._paths if self._rules.get(self._paths[m]) == "fp8" and owners[id(m.weight)] == 1]
         stored = {id(model.get_parameter(p.name)): DTYPES[p.format] for p in plan.parameters}
         low = DTYPES.get(plan.policy.dtype, torch.float32)
         # by id of a parameter: its format, and that in which it is gathered; of a shared one, what suits all owners
@@ -168,7 +173,7 @@ class _Grouping:
     def _reads_low(self, module: nn.Module) -> bool:
         """Return whether every operator that reads the parameters of `module` itself reads them in the low format."""
         rule = self._rules.get(self._paths[module], "")
-        rule = "low" if rule and RULE_KINDS[rule].recipe else rule  # torchao makes fp8 of what is gathered
+        rule = "low" if rule and RULE_KINDS[rule].recipe else rule  # torchao makes fp8 of these numbers
         kind = next((c for c in type(module).__mro__ if c.__name__ in OPERATORS), None)
         if kind is None or type(module).forward is not kind.forward:  # type: ignore[attr-defined]
             return False
@@ -189,11 +194,10 @@ class _Grouping:
             kinds = {self._kinds[id(p)] for p in left}
             if len(kinds) > 1:
                 names = ", ".join(str(dtype).removeprefix("torch.") for _, dtype in sorted(kinds, key=str))
-                raise BindError(
-                    f"hs.shard: module {self._paths[module] or '<root>'!r} has parameters of its own that policy "
-                    f"{self._plan.policy.name!r} needs in {names}, and fully_shard gathers those of one module "
-                    "together; give it one rule, for instance policy.with_modules({...: 'fp32'})"
-                )
+                raise BindError(f"hs.shard: module {self._paths[module] or '<root>'!r} has parameters of its own that "
+                                f"policy {self._plan.policy.name!r} needs in {names}, and fully_shard gathers those of "
+                                "one module together; give it one rule, for instance policy.with_modules({...: "
+                                "'fp32'})")  # fmt: skip
             for kind in kinds:
                 owners.setdefault(kind, []).append(module)
         own = next((self._kinds[id(p)] for p in unit.parameters(recurse=False) if id(p) not in done), None)
@@ -239,11 +243,10 @@ class _Grouping:
             for name, parameter in module.named_parameters(recurse=False):
                 home = homes.setdefault(id(parameter), inside[module])
                 if home is not inside[module]:
-                    raise BindError(
-                        f"hs.shard: parameter {self._paths[module]}.{name} is shared with a module outside of the unit "
-                        f"{self._paths[inside[module]] or '<root>'!r}, and both are gathered at different times; leave "
-                        "one of them out of units"
-                    )
+                    path = self._paths[inside[module]] or "<root>"
+                    raise BindError(f"hs.shard: parameter {self._paths[module]}.{name} is shared with a module outside "
+                                    f"of the unit {path!r}, and both are gathered at different times; leave one of "
+                                    "them out of units")  # fmt: skip
 
 
 def _reset(model: nn.Module) -> None:
@@ -253,8 +256,7 @@ def _reset(model: nn.Module) -> None:
             continue
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
-            raise BindError(
-                f"hs.shard: the model is on the meta device, and {type(module).__name__} {path or '<root>'!r} has no "
-                "reset_parameters; pass init=, a function of the model that gives its parameters and buffers values"
-            )
+            raise BindError(f"hs.shard: the model is on the meta device, and {type(module).__name__} "
+                            f"{path or '<root>'!r} has no reset_parameters; pass init=, a function of the model that "
+                            "gives its parameters and buffers values")  # fmt: skip
         reset()

@@ -45,8 +45,7 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         """Write ``.metadata``, a pickle for other programs that is not read here, and make the table."""
         super().finish(metadata, results)
-        writes = [write for of_rank in results for write in of_rank]
-        places = {(write.index.fqn, tuple(write.index.offset or ())): write.storage_data for write in writes}
+        places = {(r.index.fqn, tuple(r.index.offset or ())): r.storage_data for some in results for r in some}
         for name, tensor in metadata.state_dict_metadata.items():
             parts = []
             for chunk in tensor.chunks:

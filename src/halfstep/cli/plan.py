@@ -28,8 +28,7 @@ def carry_out(
     """Run the command; return its exit code."""
     out, files = console(), Files(json=json, html=html)
     card = gpu_named(gpu) if gpu else None
-    # fully_shard needs streams, which the fake GPU does not have
-    where = device or ("cpu" if card is None or shard == "fsdp2" else "cuda")
+    where = device or ("cpu" if card is None else "cuda")
     chosen = _policies(
         [policy, *split(policies)], "bf16" if card is None or "bf16" in card.formats else card.formats[0]
     )

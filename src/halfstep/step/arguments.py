@@ -31,9 +31,6 @@ ENOUGH = 16
 TWICE = "two passes"
 """Of `update_in_backward`: a backward pass for the norm of all gradients, then one that updates."""
 
-HOST = "host"
-"""Of `state`."""
-
 NOTHING = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 CRITERIA = ("torch.nn.functional", "torch.nn.modules.loss")
@@ -73,7 +70,7 @@ class Given:
             cuda_graph=(self.cuda_graph, FLAG),
             scaler=(self.scaler, a(GradScaler, words="an hs.GradScaler") | NONE),
             update_in_backward=(self.update_in_backward, FLAG | Kind(repr(TWICE), lambda value: value == TWICE)),
-            state=(self.state, one_of("device", HOST)),
+            state=(self.state, one_of("device", "host")),
             blackbox=(self.blackbox, FLAG | EVIDENCE),
             retry=(self.retry, ATTEMPTS),
         )
@@ -88,10 +85,8 @@ class Given:
                 f"retry={self.retry!r}: the host must read each verdict to run a window again, and a CUDA graph makes "
                 "the update and moves the scale without it; leave out retry or cuda_graph"
             )
-        if self.state == HOST and (self.cuda_graph or self.update_in_backward):
-            name = "cuda_graph" if self.cuda_graph else "update_in_backward"
-            why = "has the addresses of one update" if self.cuda_graph else "needs all states during the backward pass"
-            raise StepError(f"state='host': {name}={getattr(self, name)!r} {why}; leave out one of the two")
+        if self.state == "host" and self.cuda_graph:
+            raise StepError("state='host': cuda_graph=True has the addresses of one update; leave out one of the two")
         self.retry = ENOUGH if self.retry is True else int(self.retry)
 
 

@@ -293,8 +293,8 @@ class Settings:
         self._verdicts = Verdicts(cast("TrainStep", self), moments, alone=alone)
         parts: list[object] = [] if alone else [self._verdicts]
         parts += [self._updater, record]
-        if given.state == arguments.HOST:  # its copies are queued before the record's verdict, and there before it is
-            parts.append(HostState(self._updater, model))
+        if given.state == "host":  # its copies are queued before the record's verdict, and there before it is
+            parts.append(HostState(self._updater, whole=not given.update_in_backward))
         if windows:
             parts.append(self._copies)
         if sums := Sums(low, hooked=(not wrapped or ranks.own) and not given.cuda_graph, windows=windows):

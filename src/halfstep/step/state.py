@@ -14,7 +14,6 @@ from halfstep.policy.policy import Policy
 from halfstep.scale.scaler import GradScaler
 from halfstep.schema import check
 from halfstep.snapshot import Snapshot, optimizer_state, scheduler_state
-from halfstep.step.arguments import HOST
 from halfstep.step.moments import Phase, one_thread
 from halfstep.step.parts.host_state import wait_for
 from halfstep.step.saved import STATE, check_model, check_optimizer, check_scheduler
@@ -185,5 +184,5 @@ class Stateful(Settings):
         self._moments.refuse(self.record.done)
         self._verdicts.settle(wait=True)
         self._refuse_window(what)
-        if self.state == HOST:
+        if self.state == "host":
             wait_for(self.optimizer)

@@ -14,9 +14,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -164,8 +165,13 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_properties": lambda device=None: SimpleNamespace(major=CAPABILITY[0], minor=CAPABILITY[1]),
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_current_stream_capturing": lambda: False,
+        "Event": torch.Event,
+        "Stream": torch.Stream,
+        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda device=None: torch.Stream(),
     }
     with ExitStack() as stack:
         for name, answer in answers.items():

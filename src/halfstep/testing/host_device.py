@@ -87,6 +87,7 @@ class _Module(types.ModuleType):
         self._is_in_bad_fork = lambda: False
         self.init = self.set_device = self.synchronize = self.empty_cache = lambda *ignored: None
         self.current_stream = lambda device=None: torch.accelerator.current_stream(device)
+        self.Stream, self.stream = lambda priority=0: torch.Stream(name), lambda stream: nullcontext()
         self.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
         self.get_device_name = lambda device=None: "the host, by halfstep.testing.host_device"
         self.manual_seed = self.manual_seed_all = generator.manual_seed

@@ -89,7 +89,7 @@ def plan(
         batch_size: a size for the batch in the place of its own; each device has one.
         largest: whether to look for the largest batch that fits `gpu`, by planning others too: `largest` of the plan.
         **options: arguments of hs.TrainStep that change its memory: `accumulate`, `clip_norm`, `clip_value`, `retry`,
-            `update_in_backward`; and `compile`, which a plan takes for eager code.
+            `update_in_backward`, `state`; and `compile`, which a plan takes for eager code.
 
     Raises:
         PlanError: the step needs values that depend on weights, parameters are DTensors already, arguments do not fit,
@@ -167,8 +167,6 @@ def _checked(request: Mapping[str, Any]) -> dict[str, Any]:
         )
     if units is not None and shard != "fsdp2":
         raise PlanError("units= name what hs.shard gathers together; they need shard='fsdp2'")
-    if shard == "fsdp2" and device != "cpu":
-        raise PlanError("fully_shard needs streams, which the fake GPU does not have; leave device= out")
     if largest and not gpu:
         raise PlanError("the largest batch that fits needs a GPU; name one: gpu='h200'")
     for name in ("cuda_graph", "blackbox", "scheduler", "scaler"):  # a graph keeps memory of its own

@@ -53,11 +53,7 @@ class Recipe:
 
 @functools.lru_cache(maxsize=256)  # a search over policies may try thousands
 def recipe_for(
-    policy: Policy,
-    device_types: tuple[str, ...],
-    *,
-    enabled: bool = True,
-    cache: bool | None = None,
+    policy: Policy, device_types: tuple[str, ...], *, enabled: bool = True, cache: bool | None = None
 ) -> Recipe:
     """Compile `policy` for `device_types`; `enabled=False` makes a region in which nothing is cast."""
     devices, lowered, emulating = [], [], set()

@@ -190,10 +190,7 @@ class Run:
         self.train.audit = self
         self.looks = True  # at this micro-batch
         self.recorder = AuditRecorder(
-            closed,
-            shadow=shadow,
-            parameters={id(p): name for name, p in model.named_parameters()},
-            simulated=simulated,
+            closed, shadow=shadow, parameters={id(p): name for name, p in model.named_parameters()}, simulated=simulated
         )
         self.meter = Meter(self.train, self.recorder, moves=moves)
         self.tracer = Tracer(self.recorder, model)

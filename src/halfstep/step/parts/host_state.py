@@ -9,18 +9,18 @@ update is; `state_dict`, and a copy of the step, wait for the device.
 """
 
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.accelerators import copies_behind_events
-from halfstep.binding.fsdp import is_distributed
 from halfstep.errors import StepError
 from halfstep.kernels.choose import KERNEL_TYPES
+from halfstep.kernels.sharded import local
 from halfstep.optim import members
 from halfstep.step.part import Part
 from halfstep.update.updater import Updater
@@ -32,43 +32,35 @@ Place = tuple[LowStates | None, Tensor, dict[Any, Any], Any, Tensor]
 class HostState(Part):
     """Keeps the states of parameters that are on an accelerator on the host between updates.
 
-    States are plain tensors of more than one element; step counts stay where the optimizer keeps them, and so does what
-    is nested or of a class of its own. On a CPU there is nothing to move.
+    States are tensors of more than one element, plain or sharded: of these each rank moves its part. Step counts stay
+    where the optimizer keeps them, and so does what is nested or of a class of its own. On a CPU nothing moves.
+    `whole`: all parameters are updated together; else whoever updates some calls `bring` before and `send` after it.
     """
 
-    def __init__(self, updater: Updater, model: nn.Module) -> None:
-        if is_distributed(model):
-            raise StepError(
-                "state='host': the parameters are sharded, and so are their states; leave state out, and call "
-                "hs.shard(model, policy, offload_policy=torch.distributed.fsdp.CPUOffloadPolicy())"
-            )
+    def __init__(self, updater: Updater, *, whole: bool) -> None:
         for optimizer in members(updater.optimizer):
             if isinstance(getattr(optimizer, "optim", None), Optimizer):  # ZeroRedundancyOptimizer
                 raise StepError(
                     f"state='host': {type(optimizer).__name__} steps through another optimizer, which has the states; "
                     "leave state out, or give an optimizer that has its own"
                 )
-        self._updater = updater
+        self._updater, self._whole = updater, whole
         self._homes: dict[tuple[int, Any], tuple[dict[Any, Any], Tensor]] = {}  # of the states that are on the device
         self._made: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # homes, pinned where that helps
         self._waiting = weakref.WeakSet[Optimizer]()  # their state_dict waits for the device
 
     def begin_window(self) -> None:
         """Send what is on the device for another reason than an update: it was loaded, or made by hand."""
-        self._send()
+        self.send()
 
-    @torch.no_grad()
     def before_update(self) -> None:
-        """Copy the states to the devices of their parameters; waits for nothing."""
-        for low, parameter, state, name, value in self._places():
-            if value.device.type == "cpu":
-                self._homes[id(state), name] = state, value
-                there = value.to(parameter.device, non_blocking=copies_behind_events(parameter.device.type))
-                _put(low, state, name, value, there)
+        """Have all states on the device."""
+        if self._whole:
+            self.bring()
 
     def after_update(self, bad: Tensor) -> None:
         """Copy them back, also where the update was skipped."""
-        self._send()
+        self.send()
 
     def abort(self, *, written: bool) -> None:
         """Drop what is on the device, unless the update has `written` it."""
@@ -78,9 +70,19 @@ class HostState(Part):
         self._updater.forget_tables()
 
     @torch.no_grad()
-    def _send(self) -> None:
+    def bring(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Copy the states, or those of some parameters, to the devices of these; waits for nothing."""
+        for low, parameter, state, name, value in self._places(parameters):
+            if value.device.type == "cpu":
+                self._homes[id(state), name] = state, value
+                there = value.to(parameter.device, non_blocking=copies_behind_events(parameter.device.type))
+                _put(low, state, name, value, there)
+
+    @torch.no_grad()
+    def send(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Copy the states that are on a device, or those of some parameters, to the host; waits for nothing."""
         sent = False
-        for low, _, state, name, value in self._places():
+        for low, _, state, name, value in self._places(parameters):
             if value.device.type == "cpu":
                 continue
             sent, quick = True, copies_behind_events(value.device.type)
@@ -88,7 +90,7 @@ class HostState(Part):
             if home is None or home not in self._made or not _fits(home, value):
                 home = torch.empty_like(value, device="cpu", pin_memory=quick)
                 self._made[home] = None
-            home.copy_(value, non_blocking=quick)
+            local(home).copy_(local(value), non_blocking=quick)
             _put(low, state, name, value, home)
         self._homes.clear()
         if sent:
@@ -97,15 +99,16 @@ class HostState(Part):
                 optimizer.register_state_dict_pre_hook(wait_for)
                 self._waiting.add(optimizer)
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self, parameters: Iterable[Tensor] | None = None) -> Iterator[Place]:
         """Yield (low states, parameter, its state, name, value) of each state that is to be on the host."""
         for optimizer in members(self._updater.optimizer):
             low = LowStates.of(optimizer)
-            for parameter, state in optimizer.state.items():
+            for parameter in optimizer.state if parameters is None else parameters:
+                state = optimizer.state.get(parameter)
                 if not isinstance(parameter, Tensor) or not isinstance(state, dict) or parameter.device.type == "cpu":
                     continue
                 for name, value in [*state.items()]:
-                    if type(value) in KERNEL_TYPES and value.numel() > 1 and value.layout is torch.strided:
+                    if type(local(value)) in KERNEL_TYPES and value.numel() > 1 and value.layout is torch.strided:
                         yield low, parameter, state, name, value
 
 

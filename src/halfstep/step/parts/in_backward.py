@@ -33,6 +33,7 @@ from halfstep.scale.scaler import GradScaler
 from halfstep.step.arguments import TWICE, Given
 from halfstep.step.loss import RECOMPUTES
 from halfstep.step.moments import Moments, Watchers
+from halfstep.step.parts.host_state import HostState
 from halfstep.step.parts.record import Record
 from halfstep.torch_private.autograd import current_graph_task_id
 from halfstep.trees import graph_of
@@ -95,6 +96,7 @@ class InBackward:
             raise StepError(REENTRANT)
         self._looked = True
         self._watch()
+        self._host = next((part for part in moments.parts if isinstance(part, HostState)), None)
         device = self._updater.optimizer.param_groups[0]["params"][0].device
         self._written, self._found, self._untouched, self._factor = False, [], None, None
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
@@ -182,6 +184,8 @@ class InBackward:
         parameters, gradients = self._taken()
         if not parameters:
             return
+        if self._host is not None:
+            self._host.bring(parameters)
         check, write = self._updater.plan(parameters, gradients, None, None, None, part=place)
         del gradients
         if self._updater.reason:
@@ -194,6 +198,8 @@ class InBackward:
             self._untouched = self._bad.clone()
         self._written = True
         write(check.factor if self._factor is None else self._factor, self._bad)
+        if self._host is not None:
+            self._host.send(parameters)
         for parameter in parameters:
             parameter.grad = None
 
