@@ -16,6 +16,7 @@ from tests.slow import is_slow
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 ROOT = Path(__file__).parent.parent
+gc.set_threshold(50_000, 20, 50)  # a syntax tree or a graph is thousands of new objects, none of them garbage
 
 try:
     from hypothesis import settings

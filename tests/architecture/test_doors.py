@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.slow import SLOW, is_slow, slow_files
+from tests.sources import nodes_of
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def defined(file: str) -> set[str]:
     """Return the functions of a test file."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return {node.name for node in nodes_of(ROOT / file) if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("file", SLOW)
