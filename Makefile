@@ -3,7 +3,7 @@
 #   PIP_FLAGS  more arguments for pip install, such as the index of a torch build
 #   MINUTES    how long `make fuzz` runs
 #   RELEASE    --final: `make release-check` demands the changelog's date
-#   WORKERS    how many processes run the tests, each with one thread
+#   WORKERS    how many processes run the tests, each with one thread (where a test asks for more, they wait asleep)
 PYTHON    ?= python3
 PIP_FLAGS ?=
 VENV      := .venv
@@ -15,7 +15,7 @@ QUIET     := TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=99
 MINUTES   ?= 10
 WORKERS   ?= 2
 SOURCE     = $(QUIET) PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
+PYTEST    := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 CORNERS   := --only "lowest libraries" "newest libraries"
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 

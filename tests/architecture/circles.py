@@ -48,6 +48,7 @@ LATE: Mapping[tuple[str, str], str] = {
     ("step.parts.verdicts", "halfstep.lens"): "start: a step without a black box needs nothing of lens",
     ("tasks.gpt", "pydoc_data"): "start: 700 kB of text, for one task",
     ("tasks.images", "mlxtend"): TASKS,
+    ("tasks.images", "numpy"): TASKS,
     ("tasks.images", "sklearn"): TASKS,
     ("torch_private.compiler", "torch"): "start: torch's compiler takes seconds",
 }

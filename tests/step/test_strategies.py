@@ -159,7 +159,8 @@ def test_a_copied_model_is_fp32_and_keeps_ties(master: str, dtype: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("master", "dtype"), CASES)
 def test_bad_steps_leave_no_trace(master: str, dtype: str, optimizer: str) -> None:
-    plain, hurt = (stepper(master, dtype, optimizer) for _ in range(2))
+    looked_at = optimizer == "adamw"
+    plain, hurt = (stepper(master, dtype, optimizer, blackbox=looked_at) for _ in range(2))
     for i in range(6):
         plain(*batch(i))
         if i in {0, 3}:
