@@ -55,6 +55,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_those_who_compile_at_once_leave_one_whole_file_and_a_damaged_one_is_made_again",
     ),
     "tests/kernels/test_pages.py": (
+        "test_settings_of_the_user_stay",
         "test_a_step_faults_no_pages_in_and_malloc_gives_back_after_it",
         "test_without_it_every_step_faults_them_in",
     ),
@@ -81,11 +82,14 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_runs_that_are_killed_while_they_write_end_with_the_same_bits",
     ),
     "tests/step/test_two_ranks.py": ("both",),
+    "tests/step/test_host_state.py": ("found", "plans"),
+    "tests/step/test_exported.py": ("test_exported_and_lowered_files_open_and_run_where_halfstep_is_not_installed",),
     "tests/step/test_compiled.py": (
         "test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",
         "test_the_gpt_of_the_benchmarks_is_one_graph",
     ),
     "tests/tasks/test_measure.py": ("test_student_quantiles_are_scipys",),
+    "tests/test_errors.py": ("test_at_the_top_of_a_script_and_of_a_thread",),
     "tests/test_package.py": ("wheel",),
     "tests/testing/test_host_device.py": ("found",),
     "tests/testing/test_fake_cuda.py": ("counted", "found", "test_the_library_is_built_once"),

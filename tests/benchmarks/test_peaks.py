@@ -38,7 +38,10 @@ def statistics(case: Case) -> int:
     return sum(b.nbytes for name, b in named if name.endswith(("running_mean", "running_var", "num_batches_tracked")))
 
 
-@pytest.mark.parametrize("name", ["mlp", "chain10", "chain148", "lenet5", "resnet_small"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "chain10", "lenet5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("chain148", "resnet_small"))],
+)
 @pytest.mark.parametrize("preset", ["torch", "mixed"])
 def test_a_step_needs_at_most_the_memory_of_torch_amp(name: str, preset: str) -> None:
     case = case_of(name)

