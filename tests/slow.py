@@ -89,6 +89,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_the_gpt_of_the_benchmarks_is_one_graph",
     ),
     "tests/tasks/test_measure.py": ("test_student_quantiles_are_scipys",),
+    "tests/test_tables.py": ("test_documents_say_what_was_measured",),
     "tests/test_errors.py": ("test_at_the_top_of_a_script_and_of_a_thread",),
     "tests/test_package.py": ("wheel",),
     "tests/testing/test_host_device.py": ("found",),
@@ -99,6 +100,22 @@ SLOW: Mapping[str, tuple[str, ...]] = {
 """File -> its slow tests, and its fixtures that make every test slow that uses them."""
 
 
+LONGEST = (
+    "tests/step/test_host_state.py",
+    "tests/kernels/test_triton.py",
+    "tests/promises/test_promises.py",
+    "tests/step/test_two_ranks.py",
+    "tests/benchmarks/test_gpu_first.py",
+    "tests/lens/test_ranks.py",
+    "tests/step/test_save_ranks.py",
+    "tests/testing/test_fake_cuda.py",
+    "tests/cli/test_run_policy.py",
+    "tests/lens/test_replayed.py",
+    "tests/kernels/test_pages.py",
+)
+"""Files whose slow tests take the longest, the longest first: begun last, one of them would run alone at the end."""
+
+
 def is_slow(file: str, test: str, fixtures: tuple[str, ...]) -> bool:
     """Return whether the table names a test of `file`, or one of its fixtures."""
     names = SLOW.get(file, ())
@@ -106,11 +123,15 @@ def is_slow(file: str, test: str, fixtures: tuple[str, ...]) -> bool:
 
 
 def slow_files() -> list[str]:
-    """Return the files with a slow test, those of integrations left out: `make test-slow` collects no others."""
+    """Return the files with a slow test, the longest first: `make test-slow` collects no others.
+
+    Those of integrations are left out.
+    """
     root = Path(__file__).resolve().parent.parent
     here = (path for path in (root / "tests").rglob("test_*.py") if "integrations" not in path.parts)
     marked = {str(path.relative_to(root)) for path in here if "mark.slow" in path.read_text(encoding="utf-8")}
-    return sorted(marked | {file for file in SLOW if "tests/integrations/" not in file})
+    files = marked | {file for file in SLOW if "tests/integrations/" not in file}
+    return [*LONGEST, *sorted(files - {*LONGEST})]
 
 
 if __name__ == "__main__":

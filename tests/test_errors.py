@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 import halfstep as hs
 from halfstep.errors import warn
 from tests.sources import nodes_of
+from tests.two_processes import as_script
 
 SCRIPT = """
 import _thread, queue, warnings
@@ -67,7 +66,7 @@ for method in (prepared.forward, step.evaluate):
 def test_at_the_top_of_a_script_and_of_a_thread(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    run = as_script([script], tmp_path)
     assert not run.returncode and "Error" not in run.stderr, run.stderr
 
 

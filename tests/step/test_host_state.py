@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +21,7 @@ from halfstep.testing.fake_cuda import missing as missing_cuda
 from halfstep.testing.host_device import missing
 from halfstep.update.fused import FusedUpdate
 from halfstep.update.updater import Updater
+from tests.products import sampled
 from tests.step.on_host_state import (
     MOMENTS,
     OPTIMIZERS,
@@ -36,6 +35,7 @@ from tests.step.on_host_state import (
     trained,
 )
 from tests.testing.test_host_device import environment
+from tests.two_processes import as_script
 
 SCRIPT = Path(__file__).parent / "on_host_state.py"
 device = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -45,7 +45,8 @@ native = pytest.mark.skipif(native_kernels(torch.zeros(1)) is None, reason="no n
 
 def output(*words: str) -> dict[str, Any]:
     """Return the output of `on_host_state.py`."""
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, env=environment())
+    path = environment()["PYTHONPATH"]
+    done = as_script([SCRIPT, *words], SCRIPT.parent, PYTHONPATH=path, HALFSTEP_NATIVE="0")
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
@@ -124,8 +125,9 @@ def test_an_optimizer_may_take_the_place_of_another(found: dict[str, Any]) -> No
 # ------------------------------------------------------------------------------------------ on a CPU
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "RMSprop", "dict"])
+@pytest.mark.parametrize(
+    ("optimizer", "policy"), sampled(["AdamW", "SGD", "RMSprop", "dict"], POLICIES, rest=pytest.mark.slow)
+)
 def test_a_cpu_moves_nothing(optimizer: str, policy: str) -> None:
     steps = [step_of("cpu", optimizer, policy, state, blackbox=False) for state in STATES]
     ends = [trained(step, batches("cpu", 3)) for step in steps]

@@ -17,6 +17,7 @@ import halfstep as hs
 from halfstep.binding.prepare import store_of
 from halfstep.errors import PolicyError, StepError, WeightsError
 from halfstep.weights import STRATEGIES, WeightStore
+from tests.products import sampled
 from tests.weights.small import buffers
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -218,11 +219,14 @@ def accumulated(model: nn.Module, scaler: hs.GradScaler, *, apart: bool, count: 
     return total if apart else {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("grads", ["fp32", "param"])
-@pytest.mark.parametrize(("master", "dtype"), [("master", "bf16"), ("master", "fp16"), *CASES])
+@pytest.mark.parametrize(
+    ("case", "grads"),
+    sampled([("master", "bf16"), ("master", "fp16"), *CASES], ["fp32", "param"], rest=pytest.mark.slow),
+)
 def test_gradients_of_a_loop_of_ones_own_accumulate_in_the_format_of_the_policy(
-    master: str, dtype: str, grads: str
+    case: tuple[str, str], grads: str
 ) -> None:
+    master, dtype = case
     wanted = policy(master, dtype).replace(grads=grads, scale=256.0 if dtype == "fp16" else "none")
     sums = []
     for apart in (True, False):
