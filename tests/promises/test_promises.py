@@ -42,7 +42,7 @@ def cases() -> Iterator[object]:
     for i, entry in enumerate(ENTRIES):
         for field in FIELDS:
             for number, value in enumerate(field.values):
-                marks = (pytest.mark.slow,) if (i + number) % 2 else ()
+                marks: tuple[pytest.MarkDecorator, ...] = (pytest.mark.slow,) if (i + number) % 2 else ()
                 if entry.name == COSTLY:
                     marks = COMPILED.get(field.name, (pytest.mark.hours,)) if number == 1 else (pytest.mark.hours,)
                 yield pytest.param(field, entry, value, marks=marks, id=f"{field.name}={value.given}-{entry.name}")
