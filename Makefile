@@ -3,7 +3,7 @@
 #   PIP_FLAGS  more arguments for pip install, such as the index of a torch build
 #   MINUTES    how long `make fuzz` runs
 #   RELEASE    --final: `make release-check` demands the changelog's date
-#   WORKERS    how many processes run the tests, each with one thread
+#   WORKERS    how many processes run the tests, each with one thread (where a test asks for more, they wait asleep)
 PYTHON    ?= python3
 PIP_FLAGS ?=
 VENV      := .venv
@@ -15,7 +15,7 @@ QUIET     := TORCH_CPP_LOG_LEVEL=ERROR KINETO_LOG_LEVEL=99
 MINUTES   ?= 10
 WORKERS   ?= 2
 SOURCE     = $(QUIET) PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-PYTEST    := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
+PYTEST    := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 CORNERS   := --only "lowest libraries" "newest libraries"
 FULL      := torch,O1,mixed,O2,lean,torch:fp16,O1:fp16,mixed:fp16,O2:fp16
 
@@ -42,11 +42,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## what low formats do on this machine: time, bytes, accuracy, a NaN cured; some 2 minutes on 2 cores -> out/report.html
 	$(QUIET) $(BIN)/halfstep demo --html out/report.html
 
-test: $(READY)  ## run the tests but the slow ones and those of integrations, some 5 minutes on 2 cores
+test: $(READY)  ## run the tests but the slow ones and those of integrations, some 4 minutes on 2 cores
 	$(PYTEST) --ignore tests/integrations
 
 # A file's tests stay in one process: fixtures of a module start processes and compile. The longest files come first.
-test-slow: $(READY)  ## run the slow tests, some 3 minutes on 2 cores
+test-slow: $(READY)  ## run the slow tests, some 4 minutes on 2 cores
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m 'slow and not hours' $$($(BIN)/python -m tests.slow)
 
 test-all: test test-slow test-integrations  ## all three: what CI runs

@@ -27,6 +27,7 @@ STEP = ("fp32 gradient", "fp32 weight")  # beside these, while an optimizer step
 WHERE = (*HELD, *STEP)
 MOMENTS = ("forward", "update", "between")
 COMPACT = ("split", "kahan", "stochastic")
+BATCH = (1, 4)  # activations are not counted
 UPDATES = 3  # the last one is counted: then the optimizer has its state and buffers are there
 
 
@@ -153,7 +154,7 @@ def counted(
     copies.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with copies:
         for _ in range(UPDATES):
-            update(torch.randint(0, 64, (4, 32)), torch.randint(0, 64, (4, 32)))
+            update(torch.randint(0, 64, BATCH), torch.randint(0, 64, BATCH))
     return count.at, sum(p.numel() for p in model.parameters())
 
 

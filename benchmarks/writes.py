@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -168,10 +169,16 @@ def _moved(way: str, model: nn.Module, update: Callable[[], object]) -> Tensor:
     return _values(read(mean)) - first
 
 
+@cache
+def _wanted(way: str, kind: str) -> Tensor:
+    """Return how far fp32 weights go."""
+    return _moved(way, _net(kind), lambda: None)
+
+
 def fate(way: str, kind: str, master: str) -> tuple[float, list[str]]:
     """Return how far weights end from where fp32 weights do, over the way of these, and the warnings."""
     model, update = _prepared(kind, master)
-    wanted = _moved(way, _net(kind), lambda: None)
+    wanted = _wanted(way, kind)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = _moved(way, model, update)

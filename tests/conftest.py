@@ -15,7 +15,9 @@ from torch.overrides import _get_current_function_mode_stack
 from tests.slow import is_slow
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of those they wait for
 ROOT = Path(__file__).parent.parent
+gc.set_threshold(50_000, 20, 50)  # a syntax tree or a graph is thousands of new objects, none of them garbage
 
 try:
     from hypothesis import settings

@@ -11,8 +11,8 @@ import pytest
 __all__ = ["sampled"]
 
 
-def sampled(*axes: Iterable[Any], every: int = 2) -> list[Any]:
-    """Return all combinations of values as parameters; most of them run with `make test-hours` only.
+def sampled(*axes: Iterable[Any], every: int = 2, rest: pytest.MarkDecorator = pytest.mark.hours) -> list[Any]:
+    """Return all combinations of values as parameters; most of them run with the tests of the mark `rest` only.
 
     The others are those whose places along the axes add up to a multiple of `every`. Of two axes they have every value;
     of three axes or more with as many values each, every pair of values.
@@ -20,6 +20,6 @@ def sampled(*axes: Iterable[Any], every: int = 2) -> list[Any]:
     numbered = [list(enumerate(axis)) for axis in axes]
     found = []
     for combination in product(*numbered):
-        marks = pytest.mark.hours if sum(place for place, _ in combination) % every else ()
+        marks = rest if sum(place for place, _ in combination) % every else ()
         found.append(pytest.param(*(value for _, value in combination), marks=marks))
     return found

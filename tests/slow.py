@@ -55,6 +55,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_those_who_compile_at_once_leave_one_whole_file_and_a_damaged_one_is_made_again",
     ),
     "tests/kernels/test_pages.py": (
+        "test_settings_of_the_user_stay",
         "test_a_step_faults_no_pages_in_and_malloc_gives_back_after_it",
         "test_without_it_every_step_faults_them_in",
     ),
@@ -81,11 +82,15 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_runs_that_are_killed_while_they_write_end_with_the_same_bits",
     ),
     "tests/step/test_two_ranks.py": ("both",),
+    "tests/step/test_host_state.py": ("found", "plans"),
+    "tests/step/test_exported.py": ("test_exported_and_lowered_files_open_and_run_where_halfstep_is_not_installed",),
     "tests/step/test_compiled.py": (
         "test_a_task_is_one_graph_and_trains_bit_for_bit_as_eager",
         "test_the_gpt_of_the_benchmarks_is_one_graph",
     ),
     "tests/tasks/test_measure.py": ("test_student_quantiles_are_scipys",),
+    "tests/test_tables.py": ("test_documents_say_what_was_measured",),
+    "tests/test_errors.py": ("test_at_the_top_of_a_script_and_of_a_thread",),
     "tests/test_package.py": ("wheel",),
     "tests/testing/test_host_device.py": ("found",),
     "tests/testing/test_fake_cuda.py": ("counted", "found", "test_the_library_is_built_once"),
@@ -95,6 +100,22 @@ SLOW: Mapping[str, tuple[str, ...]] = {
 """File -> its slow tests, and its fixtures that make every test slow that uses them."""
 
 
+LONGEST = (
+    "tests/step/test_host_state.py",
+    "tests/kernels/test_triton.py",
+    "tests/promises/test_promises.py",
+    "tests/step/test_two_ranks.py",
+    "tests/benchmarks/test_gpu_first.py",
+    "tests/lens/test_ranks.py",
+    "tests/step/test_save_ranks.py",
+    "tests/testing/test_fake_cuda.py",
+    "tests/cli/test_run_policy.py",
+    "tests/lens/test_replayed.py",
+    "tests/kernels/test_pages.py",
+)
+"""Files whose slow tests take the longest, the longest first: begun last, one of them would run alone at the end."""
+
+
 def is_slow(file: str, test: str, fixtures: tuple[str, ...]) -> bool:
     """Return whether the table names a test of `file`, or one of its fixtures."""
     names = SLOW.get(file, ())
@@ -102,11 +123,15 @@ def is_slow(file: str, test: str, fixtures: tuple[str, ...]) -> bool:
 
 
 def slow_files() -> list[str]:
-    """Return the files with a slow test, those of integrations left out: `make test-slow` collects no others."""
+    """Return the files with a slow test, the longest first: `make test-slow` collects no others.
+
+    Those of integrations are left out.
+    """
     root = Path(__file__).resolve().parent.parent
     here = (path for path in (root / "tests").rglob("test_*.py") if "integrations" not in path.parts)
     marked = {str(path.relative_to(root)) for path in here if "mark.slow" in path.read_text(encoding="utf-8")}
-    return sorted(marked | {file for file in SLOW if "tests/integrations/" not in file})
+    files = marked | {file for file in SLOW if "tests/integrations/" not in file}
+    return [*LONGEST, *sorted(files - {*LONGEST})]
 
 
 if __name__ == "__main__":

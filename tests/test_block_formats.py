@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from bisect import bisect_left
 from fractions import Fraction
 from typing import Any
 
@@ -42,8 +43,9 @@ def numbers(exponent_bits: int, mantissa_bits: int, largest: float) -> list[Frac
 
 def nearest(value: Fraction, table: list[Fraction]) -> Fraction:
     """Round to the nearest number of a table, ties to the even one, and saturate."""
-    distance = min(abs(abs(value) - number) for number in table)
-    near = [n for n, number in enumerate(table) if abs(abs(value) - number) == distance]
+    above = bisect_left(table, abs(value))
+    around = {n: abs(abs(value) - table[n]) for n in (above - 1, above) if 0 <= n < len(table)}
+    near = [n for n, distance in around.items() if distance == min(around.values())]
     chosen = table[near[0] if len(near) == 1 else next(n for n in near if n % 2 == 0)]
     return chosen if value >= 0 else -chosen
 

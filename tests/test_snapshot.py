@@ -28,6 +28,7 @@ from halfstep.snapshot import (
     scheduler_state,
     torch_states,
 )
+from tests.sources import nodes_of
 
 PACKAGE = Path(hs.__file__).parent
 
@@ -54,7 +55,7 @@ USERS = {
 def test_who_takes_a_snapshot() -> None:
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module == "halfstep.snapshot":
                 found.setdefault(path.relative_to(PACKAGE).as_posix(), set()).update(a.name for a in node.names)
     assert found == USERS

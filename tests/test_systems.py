@@ -23,6 +23,7 @@ from halfstep.tasks.candidates import candidates
 from halfstep.tasks.machine import usable_cores
 from halfstep.tasks.task import load_task
 from halfstep.testing import host_device
+from tests.sources import nodes
 
 DRIVE = PureWindowsPath("C:/my files/train.py")
 ABSENT = ("fork", "getuid", "sched_getaffinity", "getloadavg", "register_at_fork")
@@ -116,7 +117,7 @@ def test_a_policy_file_on_a_drive_is_read(monkeypatch: pytest.MonkeyPatch, behin
 def bare(text: str) -> list[int]:
     """Return the lines of a program that open a text file in the system's own encoding."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
             continue
         if isinstance(node.func, ast.Attribute) and node.func.attr in {"read_text", "write_text"}:

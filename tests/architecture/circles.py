@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.sources import BLOCKS, tree_of
+
 PACKAGE = "halfstep"
 
 COMPLETION = "start: the shell waits for a completion at each key"
@@ -46,6 +48,7 @@ LATE: Mapping[tuple[str, str], str] = {
     ("step.parts.verdicts", "halfstep.lens"): "start: a step without a black box needs nothing of lens",
     ("tasks.gpt", "pydoc_data"): "start: 700 kB of text, for one task",
     ("tasks.images", "mlxtend"): TASKS,
+    ("tasks.images", "numpy"): TASKS,
     ("tasks.images", "sklearn"): TASKS,
     ("torch_private.compiler", "torch"): "start: torch's compiler takes seconds",
 }
@@ -115,7 +118,7 @@ def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 def _imports(name: str, path: Path, files: frozenset[str]) -> Iterator[Import]:
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node, inside in _statements(ast.parse(path.read_text(encoding="utf-8")), late=False):
+    for node, inside in _statements(tree_of(path), late=False):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         else:
@@ -133,11 +136,13 @@ def _imports(name: str, path: Path, files: frozenset[str]) -> Iterator[Import]:
 
 def _statements(node: ast.AST, *, late: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     for child in ast.iter_child_nodes(node):
+        if not isinstance(child, BLOCKS):  # no import is in an expression
+            continue
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child, late
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for other in child.orelse:
                 yield from _statements(other, late=late)
         else:
-            inside = late or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            inside = late or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
             yield from _statements(child, late=inside)

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from tests.sources import nodes
+
 ALLOWED: Mapping[str, str] = {
     "accelerators.py": "graphs are captured on CUDA alone, and fake CUDA tensors have no device to ask",
     "advise/lint/static/": "scripts that are read name it",
@@ -48,8 +50,7 @@ NAME = re.compile(r"(is_)?cuda(:\d+)?|CUDA\w*|cudagraph\w*", re.IGNORECASE)
 
 def names(source: str) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of each attribute and whole string of a program that names CUDA; docstrings are left out."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and NAME.fullmatch(node.attr) and node.attr != "cuda_graph":
             yield node.lineno, node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAME.fullmatch(node.value):

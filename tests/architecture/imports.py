@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib import import_module
 from pathlib import Path
+
+from tests.sources import nodes_of
 
 PACKAGE = "halfstep"
 
@@ -82,7 +83,7 @@ def imported(path: Path, module: str, root: Path) -> Iterator[tuple[int, str]]:
 
     Imports inside functions and under ``if TYPE_CHECKING`` count: they are dependencies too.
     """
-    for node in ast.walk(_tree(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -121,13 +122,13 @@ def violations(root: Path, exceptions: Mapping[tuple[str, str], str] = EXCEPTION
 
 def not_public(path: Path, part: str) -> Iterator[tuple[int, str]]:
     """Yield (line, name) for every name of a public part that a file of `part` uses and that is in no ``__all__``."""
-    for node in ast.walk(_tree(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            names = [ast.unparse(node).replace("hs.", f"{PACKAGE}.", 1)]
+            names = [_dotted(node).replace("hs.", f"{PACKAGE}.", 1)]
         else:
             continue
         for name in names:
@@ -188,9 +189,11 @@ def why(part: str, target: str) -> str:
     return f"layer {LAYERS[part]} must not see layer {LAYERS[target]}"
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _dotted(node: ast.expr) -> str:
+    """Return a chain of attributes of a name as it is written, "" for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return f"{above}.{node.attr}" if (above := _dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _exists(root: Path, name: str) -> bool:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from tests.sources import statements, tree_of
+
 PACKAGE = "halfstep"
 SPLIT = ("lens", "step")
 """Folders whose own folders are parts, too: `step.parts` and `step` are two."""
@@ -76,7 +78,7 @@ def read(root: Path) -> list[Source]:
         name = ".".join(words[:-1] if words[-1] == "__init__" else words)
         package = words[-1] == "__init__"
         part = part_of(f"{name}.x" if package else name)
-        sources.append(Source(name, part, package, ast.parse(path.read_text(encoding="utf-8"))))
+        sources.append(Source(name, part, package, tree_of(path)))
     homes = {
         (source.module, node.name): Class(source.part, frozenset(_defined(node)))
         for source in sources
@@ -150,7 +152,7 @@ def _defined(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
 def _imports(source: Source, package: bool) -> list[tuple[str, str, str, int]]:
     """Return (module, name, name here, line) of every ``from module import name``."""
     found = []
-    for node in ast.walk(source.tree):
+    for node in statements(source.tree):
         if isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -167,7 +169,7 @@ def _accesses(source: Source) -> Iterator[tuple[int, str, str]]:
         if private(name) and base.startswith(PACKAGE):
             yield line, name, part_of(base)
     yield from _walk(source.tree, Seen(source.classes))
-    for node in (found for found in ast.walk(source.tree) if isinstance(found, ast.ClassDef)):
+    for node in (found for found in statements(source.tree) if isinstance(found, ast.ClassDef)):
         for above in (source.classes.get(parent.id) for parent in node.bases if isinstance(parent, ast.Name)):
             if above is not None and above.part != source.part:
                 yield from ((line, name, above.part) for line, name in _of_self(node) if name in above.names)
@@ -201,7 +203,7 @@ class Seen:
         """Return what is seen in a function: also its arguments and its variables."""
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         names = {**self.names, **{a.arg: self.made(a.annotation) for a in arguments}}
-        for statement in ast.walk(function):
+        for statement in statements(function):
             for target, value in _assigned(statement):
                 if isinstance(target, ast.Name) and (part := self._stored(statement, value)):
                     names[target.id] = part
@@ -217,7 +219,7 @@ class Seen:
             if isinstance(statement, FUNCTIONS):
                 fields[statement.name] = self.made(statement.returns) if statement.decorator_list else ""
                 seen = self.inside(statement)
-                for inner in ast.walk(statement):
+                for inner in statements(statement):
                     for target, value in _assigned(inner):
                         if isinstance(target, ast.Attribute) and _is_self(target.value):
                             fields[target.attr] = seen._stored(inner, value) or fields.get(target.attr, "")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.markdown import fill, table
 from tests.architecture.imports import LAYERS
+from tests.sources import tree_of
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "src" / "halfstep"
@@ -55,7 +56,7 @@ def others(part: str, source: Path = SOURCE) -> list[Path]:
 
 
 def _defines(file: Path) -> bool:
-    body = ast.parse(file.read_text(encoding="utf-8")).body
+    body = tree_of(file).body
     exports = () if file.name != "__init__.py" else (ast.Assign,)  # ``__all__`` alone defines nothing
     return any(
         isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)) and not isinstance(node, exports)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torch.utils._device import _device_constructors
 
+from tests.sources import nodes
+
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "src" / "halfstep"
 FACTORIES = {function.__name__ for function in _device_constructors()}
@@ -34,7 +36,7 @@ MODULES = ("torch.cuda", "torch.xpu", "torch.npu", "torch.accelerator", "module"
 
 def without_device(text: str) -> Iterator[int]:
     """Yield the lines of calls of torch's factories that name no device."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES:
             of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             if of_torch and not any(keyword.arg in {"device", None} for keyword in node.keywords):
@@ -54,7 +56,7 @@ def test_a_factory_without_a_device_is_found() -> None:
 def of_current_device(text: str) -> Iterator[int]:
     """Yield the lines of calls that ask the current device: no argument names one, or no stream."""
     events = any(f"{module}.Event(" in text for module in MODULES)
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.args or node.keywords:
             continue
         asked = node.func.attr in ASKED and ast.unparse(node.func.value) in MODULES

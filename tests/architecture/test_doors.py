@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import SLOW, is_slow, slow_files
+from tests.slow import LONGEST, SLOW, is_slow, slow_files
+from tests.sources import nodes_of
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def defined(file: str) -> set[str]:
     """Return the functions of a test file."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return {node.name for node in nodes_of(ROOT / file) if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("file", SLOW)
@@ -35,6 +35,8 @@ def test_the_slow_door_collects_every_file_with_a_slow_test() -> None:
     assert {file for file in SLOW if "integrations" not in file} <= set(files)
     assert "tests/benchmarks/test_zoo.py" in files and "tests/scale/test_finite.py" not in files
     assert all((ROOT / file).is_file() for file in files)
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in LONGEST}
+    assert all(file in SLOW or "mark.slow" in text for file, text in texts.items())
 
 
 def test_what_one_door_leaves_out_the_other_runs_and_ci_runs_both() -> None:

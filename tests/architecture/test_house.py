@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.imports import LAYERS
+from tests.sources import tree_of
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "src" / "halfstep"
@@ -20,7 +21,7 @@ README_LINES = 12
 
 
 def class_of(file: Path, name: str) -> ast.ClassDef:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of(file)
     return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
 
 

@@ -32,11 +32,9 @@ NEWER = {
 
 def newer(text: str) -> set[str]:
     """Return the names that a source text takes from a later Python; SyntaxError if it is written in one."""
-    tree = ast.parse(text, feature_version=OLDEST)
-    used = {
-        (n.value.id, n.attr) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
-    }
-    taken = {(n.module, a.name) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    nodes = list(ast.walk(ast.parse(text, feature_version=OLDEST)))
+    used = {(n.value.id, n.attr) for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+    taken = {(n.module, a.name) for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
     return {f"{module}.{name}" for module, name in used | taken if name in NEWER.get(module or "", ())}
 
 

@@ -16,6 +16,7 @@ from tests.architecture.reading import (
     minutes,
     others,
 )
+from tests.sources import tree_of
 
 
 def test_the_lists_are_those_of_the_files() -> None:
@@ -37,7 +38,7 @@ def test_every_file_of_the_core_and_the_lens_is_counted_and_says_what_it_is_for(
     files = [path for path in sorted(SOURCE.rglob("*.py")) if path.stem != "__init__"]
     wanted = [path for path in files if path.relative_to(SOURCE).parts[0].removesuffix(".py") in core]
     assert len(wanted) > 100 and set(wanted) <= counted
-    assert [p for p in wanted if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))] == []
+    assert [p for p in wanted if not ast.get_docstring(tree_of(p))] == []
 
 
 def test_minutes_are_those_of_the_lines_and_a_file_that_only_exports_is_left_out(tmp_path: Path) -> None:

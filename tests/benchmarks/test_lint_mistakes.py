@@ -11,6 +11,11 @@ from benchmarks import lint_mistakes as seeded
 REPORT = seeded.REPORT
 
 
+def test_findings_of_every_eighth_script_are_those_of_the_report() -> None:
+    assert seeded.run(every=8) == json.loads(REPORT.read_text())["rows"][::8]
+
+
+@pytest.mark.slow
 def test_recall_and_precision_reach_their_goals_and_are_those_of_the_report() -> None:
     found = seeded.summary(seeded.run())
     report = json.loads(REPORT.read_text())

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from halfstep import errors
+from tests.sources import nodes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -46,7 +47,7 @@ def test_errors_of_other_modules_are_named() -> None:
 def texts(source: str) -> str:
     """Return the strings of a file, each on a line, with ``...`` for each value in it."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
             found.append("".join(map(str, parts)))

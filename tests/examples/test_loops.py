@@ -21,6 +21,7 @@ FOLDER = EXAMPLES / "loops"
 PROGRAMS = sorted(file.stem for file in FOLDER.glob("*.py") if not file.stem.endswith("_fp32"))
 POLICIES = [(name, dtype) for name in ("mixed", "O2", "pure") for dtype in ("bf16", "fp16")]
 SEEDS, SIGMAS, MORE = 4, 2, 10
+QUICK = {"siamese", "word_language_model"}
 
 LEARNED = {"actor_critic": -0.6, "dcgan": 0.35, "diffusion": 0.25, "siamese": 0.2, "word_language_model": 1.6}
 """Program -> what its result must pass; untrained: -1.2, 0.6, 0.5, 0.69 and 2.77."""
@@ -65,7 +66,9 @@ def test_a_program_uses_public_names_only(file: Path) -> None:
             assert ast.get_docstring(node)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
+)
 def test_a_program_learns_as_its_fp32_version(program: str) -> None:
     plain = fp32(program)
     trained = mixed(program, "mixed", "bf16")

@@ -3,7 +3,7 @@
 A fuzzer is a module of this folder with these names:
     check(seed) -> str: "" if the program of this seed behaved as it should, else what happened and what was expected.
     report() -> str, which may be absent: a table of the programs checked so far.
-    SAMPLE: how many seeds, from 0, the default test run checks (a few seconds); `make fuzz` goes on from there.
+    SAMPLE: how many seeds, from 0, the tests check (a few seconds); `make fuzz` goes on from there.
 
 A program depends on its seed alone, so that a finding is repeated by its seed. Where a difference from a peer is
 intended, the fuzzer classifies it by a rule that its module docstring states.
@@ -33,5 +33,5 @@ def report(name: str) -> str:
 
 
 def sample(name: str) -> range:
-    """Return the seeds of a fuzzer that the default test run checks."""
+    """Return the seeds of a fuzzer that the tests check."""
     return range(importlib.import_module(f"tests.fuzz.{name}").SAMPLE)

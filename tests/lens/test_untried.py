@@ -316,8 +316,8 @@ def evidence(
     ("inside", "around", "low"),
     [
         (amp, nullcontext, False),
-        (halfsteps, nullcontext, False),
-        (nullcontext, amp, False),
+        pytest.param(halfsteps, nullcontext, False, marks=pytest.mark.slow),
+        pytest.param(nullcontext, amp, False, marks=pytest.mark.slow),
         (nullcontext, halfsteps, False),
         (nullcontext, nullcontext, True),
     ],

@@ -25,21 +25,26 @@ pytestmark = pytest.mark.filterwarnings("ignore:policy .* on cpu. this CPU has .
 
 COSTLY = "TrainStep, compile"
 """Each of its trainings is compiled: all values by aot_eager, which `make test-slow` runs, and without a backward graph
-by `make test-hours`; the default run checks one value of each of `COMPILED`."""
+by `make test-hours`; of each field of `COMPILED` one value runs too, with its mark."""
 
-COMPILED = {"dtype", "modules", "ops"}
+COMPILED: dict[str, tuple[pytest.MarkDecorator, ...]] = {
+    "dtype": (pytest.mark.slow,),
+    "modules": (pytest.mark.slow,),
+    "ops": (),
+}
 
 
 CELL_WORDS = {"works", "refused", "fixed"}
 
 
 def cases() -> Iterator[object]:
-    for entry in ENTRIES:
+    """Yield every value of a field at every entry; every other one is slow, another one at the next entry."""
+    for i, entry in enumerate(ENTRIES):
         for field in FIELDS:
             for number, value in enumerate(field.values):
-                marks: list[pytest.MarkDecorator] = []
-                if entry.name == COSTLY and (number != 1 or field.name not in COMPILED):
-                    marks.append(pytest.mark.hours)
+                marks: tuple[pytest.MarkDecorator, ...] = (pytest.mark.slow,) if (i + number) % 2 else ()
+                if entry.name == COSTLY:
+                    marks = COMPILED.get(field.name, (pytest.mark.hours,)) if number == 1 else (pytest.mark.hours,)
                 yield pytest.param(field, entry, value, marks=marks, id=f"{field.name}={value.given}-{entry.name}")
     autograd = Compiled(COSTLY, "aot_eager")  # forward and backward pass traced, as for inductor
     for field in FIELDS:

@@ -301,11 +301,19 @@ class Outside(nn.Module):
         return x * torch.ones(x.shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
+BETWEEN: dict[tuple[str, str], Any] = {
+    ("LSTM", "mixed"): (),
+    ("Outside", "mixed"): (),
+    **dict.fromkeys([("LSTM", "torch"), ("LSTM", "O2"), ("GRU", "mixed"), ("RNN", "mixed")], pytest.mark.slow),
+}
+"""Kind of layer and policy -> when it is tested; the others by `make test-hours`."""
+
+
 @BETWEEN_GRAPHS
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [
-        pytest.param(kind, policy, marks=() if kind == "LSTM" or policy == "mixed" else pytest.mark.hours)
+        pytest.param(kind, policy, marks=BETWEEN.get((kind, policy), pytest.mark.hours))
         for kind, policy in product(("LSTM", "GRU", "RNN", "Outside"), ("torch", "mixed", "O2"))
     ],
 )

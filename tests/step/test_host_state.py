@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +21,7 @@ from halfstep.testing.fake_cuda import missing as missing_cuda
 from halfstep.testing.host_device import missing
 from halfstep.update.fused import FusedUpdate
 from halfstep.update.updater import Updater
+from tests.products import sampled
 from tests.step import on_host_ranks
 from tests.step.on_host_state import (
     MOMENTS,
@@ -37,7 +36,7 @@ from tests.step.on_host_state import (
     trained,
 )
 from tests.testing.test_host_device import environment
-from tests.two_processes import in_two_processes
+from tests.two_processes import as_script, in_two_processes
 
 SCRIPT = Path(__file__).parent / "on_host_state.py"
 device = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -47,7 +46,8 @@ native = pytest.mark.skipif(native_kernels(torch.zeros(1)) is None, reason="no n
 
 def output(*words: str) -> dict[str, Any]:
     """Return the output of `on_host_state.py`."""
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, env=environment())
+    path = environment()["PYTHONPATH"]
+    done = as_script([SCRIPT, *words], SCRIPT.parent, PYTHONPATH=path, HALFSTEP_NATIVE="0")
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
@@ -72,7 +72,7 @@ def test_optimizers_have_the_same_bits_also_over_a_skipped_step(found: dict[str,
 @device
 def test_every_optimizer_has_the_same_bits_under_every_preset_and_wherever_a_call_is_cut_off() -> None:
     found = output("every")
-    assert len(found["equal"]) == len(OPTIMIZERS) * len(POLICIES)
+    assert len(found["equal"]) == (len(OPTIMIZERS) - 1) * (len(POLICIES) - 1)  # the other pairs are tested above
     assert {case: different for case, different in found["equal"].items() if different} == {}
     for counts in found["interrupted"]:
         assert counts["cases"] > counts["refused"] > 5 and counts["other"] == 0
@@ -126,8 +126,9 @@ def test_an_optimizer_may_take_the_place_of_another(found: dict[str, Any]) -> No
 # ------------------------------------------------------------------------------------------ on a CPU
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "RMSprop", "dict"])
+@pytest.mark.parametrize(
+    ("optimizer", "policy"), sampled(["AdamW", "SGD", "RMSprop", "dict"], POLICIES, rest=pytest.mark.slow)
+)
 def test_a_cpu_moves_nothing(optimizer: str, policy: str) -> None:
     steps = [step_of("cpu", optimizer, policy, state, blackbox=False) for state in STATES]
     ends = [trained(step, batches("cpu", 3)) for step in steps]

@@ -22,6 +22,10 @@ RUNS = [
     for optimizer in ("adamw", "rmsprop")
     for accumulate, scheduler in ((1, "step"), (2, "none"))
 ]
+KINDS = (KeyboardInterrupt, MemoryError)
+SOME = [i for i in range(len(RUNS)) if (i // 4 + i // 2 + i) % 2 == 0]
+"""Two runs of each policy: with both optimizers, both windows and both exceptions."""
+
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -33,7 +37,12 @@ def check(run: Run, kind: type[BaseException], first: float, stride: int) -> Cou
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # cut off in a generator that ends
 @pytest.mark.parametrize(
     ("run", "kind"),
-    [(run, (KeyboardInterrupt, MemoryError)[(i // 4 + i) % 2]) for i, run in enumerate(RUNS)],
+    [
+        pytest.param(
+            run, (KeyboardInterrupt, MemoryError)[(i // 4 + i) % 2], marks=() if i in SOME else pytest.mark.slow
+        )
+        for i, run in enumerate(RUNS)
+    ],
     ids=str,
 )
 def test_some_lines(run: Run, kind: type[BaseException]) -> None:

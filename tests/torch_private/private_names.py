@@ -12,6 +12,8 @@ import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tests.sources import statements, tree_of
+
 PACKAGE = "torch_private"
 
 EVERYWHERE = frozenset({"_buffers", "_modules", "_parameters", "_version"})
@@ -82,13 +84,13 @@ def missing(name: str) -> str:
 
 
 def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return tree_of(path)
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
     """Return name in a file -> dotted name in torch."""
     found = {}
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             found.update(
                 {a.asname or "torch": a.name if a.asname else "torch" for a in node.names if _is_torch(a.name)}
@@ -110,6 +112,10 @@ def _full(node: ast.AST, aliases: Mapping[str, str]) -> str:
     return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else ""
 
 
+def _named(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def _defined(tree: ast.Module) -> Iterator[str]:
     """Yield the private names that a file defines: functions, classes, arguments, variables, attributes of self."""
     for node in ast.walk(tree):
@@ -119,9 +125,9 @@ def _defined(tree: ast.Module) -> Iterator[str]:
             yield node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _named(node.value) == "self":
             yield node.attr
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+        elif isinstance(node, ast.Assign) and _named(node.targets[0]) == "__slots__":
             yield from (str(c.value) for c in ast.walk(node.value) if isinstance(c, ast.Constant))
 
 
@@ -135,7 +141,7 @@ def _uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
             full = _full(node, aliases)
             if full or not (node.attr in own or node.attr in OTHERS or node.attr in EVERYWHERE):
                 yield node.lineno, full or node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in NAMED and len(node.args) > 1:
+        elif isinstance(node, ast.Call) and _named(node.func) in NAMED and len(node.args) > 1:
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             if private(str(name)) and name not in own and name not in OTHERS and name not in EVERYWHERE:
                 yield node.lineno, str(name)

@@ -13,6 +13,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep.binding.prepare import store_of
+from tests.products import sampled
 from tests.step.cutting import is_instant
 
 WEIGHTS = str(Path(hs.__file__).parent / "weights")
@@ -50,8 +51,12 @@ def backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("stride", [pytest.param(3, marks=pytest.mark.hours), 13], ids=["many", "some"])
-@pytest.mark.parametrize("master", ["master", "split", "kahan", "stochastic"])
-@pytest.mark.parametrize("what", ["step", "state_dict", "load_state_dict"])
+@pytest.mark.parametrize(
+    ("master", "what"),
+    sampled(
+        ["master", "split", "kahan", "stochastic"], ["step", "state_dict", "load_state_dict"], rest=pytest.mark.slow
+    ),
+)
 def test_after_any_line_every_parameter_is_trained(master: str, what: str, stride: int) -> None:
     at, cuts = 0, 0
     while True:

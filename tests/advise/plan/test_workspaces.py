@@ -45,6 +45,8 @@ def tower() -> nn.Module:
     return nn.Sequential(*(copy.deepcopy(block) for _ in range(4)))
 
 
+SLOW = pytest.mark.slow
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm": (lambda: Tagger(nn.LSTM), (32, 8, 32)),
     "gru": (lambda: Tagger(nn.GRU), (32, 8, 32)),
@@ -71,7 +73,13 @@ def train(model: Callable[[], nn.Module], shape: tuple[int, ...], policy: hs.Pol
     return step, x
 
 
-@pytest.mark.parametrize(("name", "policy"), sampled(MODELS, ("mixed", "O0", "pure"), every=3))
+PAIRS = sampled(MODELS, ("mixed", "O0", "pure"), every=3)
+
+
+@pytest.mark.parametrize(  # a GRU has five times as many operators
+    ("name", "policy"),
+    [pytest.param(*p.values, marks=[*p.marks, SLOW] if "gru" in p.values else p.marks) for p in PAIRS],
+)
 def test_the_planned_peak_is_the_counted_one(name: str, policy: str) -> None:
     model, shape = MODELS[name]
     chosen = hs.Policy.of(policy) if policy == "O0" else hs.Policy.of(policy, dtype="bf16")

@@ -452,7 +452,12 @@ def ruled_theirs(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # Dynamo does it
 @pytest.mark.parametrize(
     "function",
-    [plain, ruled, pytest.param(ruled_fp32, marks=pytest.mark.hours), pytest.param(ruled_theirs, marks=has_theirs)],
+    [
+        plain,
+        ruled,
+        pytest.param(ruled_fp32, marks=pytest.mark.hours),
+        pytest.param(ruled_theirs, marks=[has_theirs, pytest.mark.slow]),
+    ],
 )
 def test_compiles_without_a_graph_break(function: Callable[..., Tensor]) -> None:
     x, w, _, target = batch(torch.float32, ROWS)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import halfstep as hs
 from halfstep.cast.state import STATE
 from halfstep.errors import PolicyError, RegionError
+from tests.products import sampled
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -350,8 +351,9 @@ def test_decorator_needs_a_function() -> None:
         hs.autocast("cpu")(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", ["torch", "mixed", "O1", "O0"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("policy", "dtype"), sampled(["torch", "mixed", "O1", "O0"], ["bf16", "fp16"], rest=pytest.mark.slow)
+)
 def test_a_region_in_a_compiled_function_traces_whole(policy: str, dtype: str) -> None:
     torch._dynamo.reset()
     chosen = hs.Policy.of(policy) if policy == "O0" else hs.Policy.of(policy, dtype=dtype)

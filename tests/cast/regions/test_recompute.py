@@ -120,8 +120,10 @@ def gradients(
 
 @pytest.mark.parametrize(
     ("run", "name"),
-    [  # every policy in a region and in one of the others; all pairs are for `make test-hours`
-        pytest.param(run, name, marks=pytest.mark.hours if run is not by_hand and (i + j) % 2 else ())
+    [  # every policy in a region and, slow, in one of the others; all pairs are for `make test-hours`
+        pytest.param(
+            run, name, marks=pytest.mark.hours if i and (i + j) % 2 else pytest.mark.slow if i and j > 2 else ()
+        )
         for i, run in enumerate((by_hand, in_a_loop, in_a_step))
         for j, name in enumerate(POLICIES)
     ],

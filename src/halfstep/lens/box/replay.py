@@ -21,6 +21,7 @@ from itertools import takewhile
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,7 @@ SILENT = frozenset(  # queries and bookkeeping: no result of theirs is a tensor 
 )
 OPENED = frozenset({"multi_head_attention_forward"})  # composites of so many operators that a verdict names the part
 TAG = "halfstep.site"  # the key of a `Site` in the metadata of autograd nodes
+CODES: WeakKeyDictionary[type, CodeType | None] = WeakKeyDictionary()  # custom Function -> the code of its forward
 ENGINE = "_engine_run_backward"  # the function of torch that runs the autograd engine
 
 
@@ -170,8 +172,7 @@ class Trace(Sink):
         self._note_custom(frame)
         module, call = tracer.module, tracer.entry
         if node is not None:  # a custom backward, or a recomputation of checkpointing
-            known = node.metadata.get(TAG)
-            recomputed = bool(tracer.running)
+            known, recomputed = node.metadata.get(TAG), bool(tracer.running)
             if known is not None and not recomputed:
                 return Site(op, known.module, line_of(frame), "backward", known.call)
             return Site(op, module, line_of(frame), "forward" if recomputed else "backward", call)
@@ -206,8 +207,8 @@ class Trace(Sink):
             classes = list(torch.autograd.Function.__subclasses__())
             for kind in classes:  # grows while it is read
                 classes += kind.__subclasses__()
-            forwards = ((kind.__name__, inspect.unwrap(kind.forward)) for kind in classes)
-            found = [name for name, forward in forwards if getattr(forward, "__code__", None) is code]
+                CODES[kind] = CODES.get(kind) or getattr(inspect.unwrap(kind.forward), "__code__", None)
+            found = (kind.__name__ for kind in classes if CODES[kind] is code)
             self._forwards[code] = tuple(dict.fromkeys(found))
         return self._forwards[code]
 
@@ -215,8 +216,7 @@ class Trace(Sink):
         known = None if node is None else node.metadata.get(TAG)
         if known is not None:
             return Site(known.op, known.module, known.line, "backward", known.call)
-        name = public(op) if node is None else _name_of(node)
-        return Site(name, "", "", "backward")
+        return Site(public(op) if node is None else _name_of(node), "", "", "backward")
 
     def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
         self._depth += 1
