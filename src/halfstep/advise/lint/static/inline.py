@@ -22,6 +22,9 @@ PERHAPS = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.Dic
 
 ENTERED = re.compile(r"(^|\.)(no_grad|inference_mode|autocast)\b")  # decorators, entered like a block
 
+WITHIN = ("forward", "__init__", "first_step", "second_step")
+"""Methods that are known by their names, and stay calls."""
+
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -41,10 +44,11 @@ def inlined(tree: ast.Module) -> ast.Module:
         bases = [methods.get(base.id, {}) for base in one.bases if isinstance(base, ast.Name)]
         methods[one.name] = {k: v for found in (*bases, own) for k, v in found.items()}
     walk = _Inliner()
+    known = plain | _of_objects(nodes, methods)
     for node in every:
-        walk.functions = {**plain, **methods.get(of_class.get(id(node), ""), {})}
+        walk.functions = {**known, **methods.get(of_class.get(id(node), ""), {})}
         node.body = walk.block(node.body, {node.name, f"self.{node.name}"})
-    walk.functions = plain
+    walk.functions = known
     tree.body = walk.block(tree.body, set())
     nodes = list(ast.walk(tree))
     named = {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
@@ -53,6 +57,29 @@ def inlined(tree: ast.Module) -> ast.Module:
             kept = [s for s in owner.body if getattr(s, "name", "") not in walk.done - named or _is_epoch(s)]
             owner.body = kept or [ast.Pass()]
     return tree
+
+
+def _of_objects(nodes: list[ast.AST], methods: dict[str, dict[str, ast.FunctionDef]]) -> dict[str, ast.FunctionDef]:
+    """Return the methods of objects that are made by one class of the file, or annotated as such, with their name."""
+    made: dict[str, set[str]] = {}
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name() | ast.Attribute() as target], value=ast.Call(func=ast.Name(id=name))):
+                made.setdefault(ast.unparse(target), set()).add(name)
+            case ast.Assign(targets=[ast.Name() | ast.Attribute() as target]):
+                made.setdefault(ast.unparse(target), set()).add("")
+            case ast.arg(arg=key, annotation=ast.Name(id=name)):
+                made.setdefault(key, set()).add(name)
+    found = {}
+    for key, names in made.items():
+        owner = ast.parse(key, mode="eval").body
+        for name, one in methods.get(min(names), {}).items() if len(names) == 1 else ():
+            place = name.replace("self", key, 1).removesuffix(".__call__")
+            args = ast.arguments(**dict(ast.iter_fields(one.args)))
+            args.kwonlyargs, args.kw_defaults = [*args.kwonlyargs, ast.arg("self")], [*args.kw_defaults, owner]
+            if one.name not in WITHIN:
+                found[place] = ast.FunctionDef(one.name, args, one.body, [])
+    return found
 
 
 def _unguarded(statement: ast.stmt) -> list[ast.stmt]:

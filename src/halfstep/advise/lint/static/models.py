@@ -94,7 +94,8 @@ def _in_place(script: Script) -> Iterator[Hit]:
 def _replicas(script: Script) -> Iterator[Hit]:
     for region, site in in_torch_regions(script):
         name = script.called(site.call)
-        if region.dtype == "bf16" and region.device == "cuda" and script.makers(name) == {"torch.nn.DataParallel"}:
+        wrappers = set(filter(WRAPPERS.fullmatch, script.makers(name)))
+        if region.dtype == "bf16" and region.device == "cuda" and wrappers == {"torch.nn.DataParallel"}:
             yield Hit(site.call.lineno, f"`{name}` is a DataParallel, whose threads autocast to fp16")
 
 
@@ -209,6 +210,8 @@ def made_low(script: Script, site: Site) -> str:
     value = getattr(statement, "value", None)
     if isinstance(statement, ast.Expr) and value is site.call and isinstance(site.call.func, ast.Attribute):
         return script.name(site.call.func.value)
+    while isinstance(value, (ast.DictComp, ast.ListComp)):  # {name: p.clone().half() for name, p in ...}
+        value = value.value if isinstance(value, ast.DictComp) else value.elt
     while value is not site.call and method(value) not in ("", "float"):
         value = value.func.value  # type: ignore[union-attr]  # it calls a method: Net().half().cuda()
     return script.target(statement) if value is site.call else ""
@@ -270,13 +273,15 @@ def _unscaled_fp16(script: Script) -> Iterator[Hit]:
         made = script.constant(net)
         if made and net and _low_when_loaded(script, made) == "fp16" and not _made_wide(script, script.key(net)):
             yield Hit(made.lineno, "the model is loaded in fp16, and `fp16=True` scales the loss of fp32 parameters")
+    loads = {_low_when_loaded(script, call) for call in script.calls if "Model" in script.called(call)}
     for call in script.calls if "torch" in script.scalers.values() and ".float()" not in script.text else ():
         match call:  # nn.Parameter(torch.zeros(..., dtype=torch.float16))
             case ast.Call(args=[ast.Call(keywords=given)], keywords=[]) if script.called(call) == "torch.nn.Parameter":
                 named = [f"{script.key(k.value)}['dtype']" for k in given if k.arg is None]
                 forms = [k.value for k in given if k.arg == "dtype"]
                 forms += [value.node for name in named for value in script.assigned.get(name, [])]
-                if forms and all(script.format_of(form) == "fp16" for form in forms):
+                like = loads == {"fp16"} and all(script.name(form).endswith("weight.dtype") for form in forms)
+                if forms and (like or all(script.format_of(form) == "fp16" for form in forms)):
                     yield Hit(call.lineno, "this parameter has fp16 gradients, and the file has a GradScaler")
 
 
@@ -359,7 +364,9 @@ def _is_updated(script: Script, name: str) -> bool:
         if isinstance(node, (ast.For, ast.AsyncFor)) and f"{name}.parameters()" in ast.unparse(node.iter):
             return True
         if method(node) in ("update", "update_parameters", "lerp_", "mul_"):
-            if script.key(node.func.value).partition("[")[0] == name:  # type: ignore[attr-defined]  # it is a method
+            owner = node.func.value  # type: ignore[attr-defined]  # it calls a method
+            keys = [script.key(one or owner).partition("[")[0] for one in (owner, script.constant(owner))]
+            if name in (*keys, *map(script.own, keys)):
                 return True
     return False
 

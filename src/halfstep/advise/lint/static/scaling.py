@@ -19,8 +19,8 @@ from halfstep.advise.lint.static.paths import (
     on_paths,
     plain,
 )
-from halfstep.advise.lint.static.regions import region_of, sites
-from halfstep.advise.lint.static.script import SCALERS, Script, argument, method, walked
+from halfstep.advise.lint.static.regions import all_sites, region_of, sites
+from halfstep.advise.lint.static.script import OPTIMIZERS, SCALERS, Script, argument, method, walked
 
 SKIPS = PATTERNS["SKIPS"]
 STEPS = ("step", "scaler_step", "escape")
@@ -86,21 +86,26 @@ def _step_without_update(path: Sequence[Op]) -> Verdicts:
             done = {(scaler, target) for scaler, target in done if scaler != op.scaler and target != op.target}
 
 
-@on_paths("HS005")
-def _unprotected_step(path: Sequence[Op]) -> Verdicts:
-    scaler, sure, stepped = "", False, set[str]()
+@check_of("HS005")
+def _unprotected(script: Script) -> Iterator[Hit]:
+    yield from judged(script, partial(_unprotected_step, made=script.made_by(OPTIMIZERS)))
+
+
+def _unprotected_step(path: Sequence[Op], made: set[str]) -> Verdicts:
+    scaler, sure, alone, stepped = "", False, False, set[str]()
+    only = all(op.kind not in UNKNOWN and op.kind != "plain_backward" for op in path)
     for op in path:
         if op.kind == "scaled_backward":
             sure = sure if scaler else True
-            scaler, stepped = op.scaler, set()
+            scaler, alone, stepped = op.scaler, False, set()
         elif op.kind in UNKNOWN or op.kind in ("unscale", "plain_backward"):
             scaler, sure = scaler or op.scaler or "?", False
         elif op.kind == "scaler_step":
             stepped.add(op.target)
-            sure = False  # the scaled gradients may be those of this optimizer alone
+            alone = True  # the scaled gradients may be those of this optimizer alone
         elif op.kind == "step" and op.target not in stepped:
             what = f"`{plain(op.target)}.step()` is given gradients of a loss scaled by `{plain(scaler)}`"
-            yield op, what if sure else ""
+            yield op, what if sure and (not alone or (only and plain(op.target) in made)) else ""
         elif op.kind in ("iteration", "zero"):
             scaler, sure = "", False
 
@@ -228,6 +233,15 @@ def saved(script: Script) -> Iterator[int]:
         nodes = [n for part in script.results(call.args[0]) for n in walked(part)]
         if any(is_call(script, n, script.optimizers, "state_dict") for n in nodes):
             yield call.lineno
+    loops = [n for n in walked(script.tree) if isinstance(n, ast.DictComp) and method(n.value) == "state_dict"]
+    for node in walked(script.tree) if loops and saves else ():  # {name: part.state_dict() for name, part in parts}
+        parts = {}
+        if isinstance(node, ast.Dict):
+            parts = {script.key(value): value for value in node.values}
+        elif isinstance(node, ast.Call) and script.called(node) in {*script.classes, *script.mentions}:
+            parts = {script.key(keyword.value): keyword.value for keyword in node.keywords if keyword.arg}
+        if len(parts) > 1 and parts.keys() & script.optimizers and not parts.keys() & script.scalers.keys():
+            yield node.lineno
 
 
 def loaded(script: Script) -> Iterator[int]:
@@ -246,6 +260,11 @@ def _saved_without(script: Script) -> Iterator[Hit]:
 
 @check_of("HS013")
 def _loaded_without(script: Script) -> Iterator[Hit]:
+    loads = [call for call in script.calls if method(call) == "load_state_dict" and call.args]
+    own = {ast.unparse(call.args[0]) for call in loads if script.owner(call) in script.optimizers}
+    for call in loads:
+        if script.owner(call) in script.scalers and ast.unparse(call.args[0]) in own:
+            yield Hit(call.lineno, f"`{script.owner(call)}` loads the state of an optimizer")
     for line in loaded(script) if _lost(script, "load_state_dict", r"load|resume") else ():
         yield Hit(line, f"the optimizer's state is loaded here, and that of `{next(iter(script.scalers))}` nowhere")
 
@@ -259,6 +278,44 @@ def _lost(script: Script, called: str, pattern: str) -> bool:
     return "torch" in script.scalers.values() and "step" in made and called not in made and not handed_on
 
 
+@check_of("HS069")
+def _by_hand(script: Script) -> Iterator[Hit]:
+    """Find a loss that is multiplied by a scale of the file by which nothing divides, and that goes nowhere else."""
+    fp16 = re.search(r"float16|\.half\(|fp16", script.text.replace("bfloat16", ""))
+    stepped = any(is_call(script, call, script.optimizers, "step") for call in script.calls)
+    for call in script.calls if fp16 and stepped else ():
+        loss = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "backward" else None
+        for made in [loss, *script.values(script.key(loss))] if loss is not None else ():
+            match made:
+                case ast.BinOp(op=ast.Mult(), right=ast.Name() | ast.Attribute() as right) if not call.args:
+                    name = script.key(right).rpartition(".")[2]
+                    if re.search(r"(?i)scal", name) and not _divides(script, name):
+                        yield Hit(call.lineno, f"the loss is multiplied by `{name}`, and nothing divides by it")
+
+
+def _divides(script: Script, name: str) -> bool:
+    """Return whether something of a file divides by a number of this name, or is given it."""
+    for node in walked(script.tree):
+        given: list[ast.AST] = [node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else []
+        given += [node.value] if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div) else []
+        if isinstance(node, ast.Call) and not re.fullmatch(r"print|.*log\w*", script.called(node)):
+            given += [*node.args, *(k.value for k in node.keywords)]
+        if any(re.search(rf"\b{name}$", script.key(one)) for one in given):
+            return True
+    return False
+
+
+@check_of("HS070")
+def _one_device(script: Script) -> Iterator[Hit]:
+    made = {name.rpartition(".")[2]: call for call in script.calls if (name := script.called(call))}
+    precision = made.get("MixedPrecision")
+    low = precision and script.format_of(argument(precision, 0, "param_dtype")) == "fp16"
+    for call in script.calls if low and "FullyShardedDataParallel" in made else ():
+        name = script.called(call)
+        if SCALERS.fullmatch(name) and name.startswith("torch.") and "ShardedGradScaler" not in script.text:
+            yield Hit(call.lineno, f"`{name}` looks at the gradients of its own rank, and FSDP shards them")
+
+
 def is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -> bool:
     """Return whether `node` calls a method of one of `owners`."""
     return method(node) == name and script.owner(node) in owners
@@ -266,15 +323,20 @@ def is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -
 
 @check_of("HS014")
 def _fp16_without(script: Script) -> Iterator[Hit]:
-    if OTHER_SCALING.search(script.text):
+    enabled = [argument(c, None, "enabled") for c in script.calls if SCALERS.fullmatch(script.called(c))]
+    off = bool(enabled) and all(isinstance(given, ast.Constant) and given.value is False for given in enabled)
+    if OTHER_SCALING.search(script.text) and not off:
         return
+    forwards = [s for s in all_sites(script) if getattr(s.function, "name", "") == "forward"]
+    inside = [r for s in forwards if (r := s.place.torch_region) is not None and r.enabled and not s.place.no_grad]
+    steppers = script.optimizers | script.scalers.keys()
     for function in script.functions:
         calls = sites(script, function)
         losses = [s.call.func for s in calls if method(s.call) == "backward" and not s.call.args]
         by_hand = any(isinstance(getattr(getattr(loss, "value", None), "op", None), ast.Mult) for loss in losses)
-        if not losses or by_hand or not any(is_call(script, s.call, script.optimizers, "step") for s in calls):
+        if not losses or by_hand or not any(is_call(script, s.call, steppers, "step") for s in calls):
             continue
-        for region in dict.fromkeys(s.place.torch_region for s in calls if not s.place.no_grad):
+        for region in dict.fromkeys([*(s.place.torch_region for s in calls if not s.place.no_grad), *inside]):
             if region is not None and region.dtype == "fp16":
                 yield Hit(region.node.lineno, "the forward pass runs in fp16, and no loss is scaled in this file")
 
@@ -283,8 +345,10 @@ def _fp16_without(script: Script) -> Iterator[Hit]:
 def _scaler_without(script: Script) -> Iterator[Hit]:
     for call in script.calls:
         match argument(call, None, "enabled") if SCALERS.fullmatch(script.called(call)) else None:
-            case ast.Compare(ops=[ast.Eq()], comparators=[other]) if re.search(r"bf(loat)?16\W*$", ast.unparse(other)):
-                yield Hit(call.lineno, "the scaler is on for bf16 alone, and off for fp16")
+            case ast.Compare(ops=[ast.Eq() | ast.Is() | ast.NotEq() | ast.IsNot() as asked], comparators=[other]):
+                low = "bf(loat)?16" if isinstance(asked, (ast.Eq, ast.Is)) else r"(\b|_)(fp|float)16"
+                if re.search(rf"{low}\W*$", ast.unparse(other)):
+                    yield Hit(call.lineno, "the scaler is on for bf16, and off for fp16")
     if re.search(r"float16(?!\w)|\bhalf\b|fp16", script.text.replace("bfloat16", "")):
         return
     formats = {region.dtype for call in script.calls if (region := region_of(script, call)) is not None}
@@ -410,9 +474,23 @@ def _clipped_behind(path: Sequence[Op]) -> Verdicts:
 
 WHILE = "while they are multiplied by the scale of `{0}`"
 CLIPPED = f"gradients are clipped {WHILE}: no `{{0}}.unscale_` since the backward pass"
-on_paths("HS001")(partial(_while_scaled, kind="clip", what=CLIPPED))
 on_paths("HS054")(partial(_while_scaled, kind="grads", what=f"gradients are changed {WHILE}"))
 on_paths("HS055")(partial(_while_scaled, kind="grads_read", what="these are gradients times the scale of `{}`"))
+
+
+@check_of("HS001")
+def _clipped_scaled(script: Script) -> Iterator[Hit]:
+    yield from judged(script, partial(_while_scaled, kind="clip", what=CLIPPED))
+    backwards = [call for call in script.calls if method(call) == "backward"]
+    scaled = [call for call in backwards if any(is_call(script, n, script.scalers, "scale") for n in walked(call))]
+    if not scaled or len(scaled) < len(backwards) or re.search("unscale|get_scale", script.text):
+        return
+    for site in all_sites(script):  # a callback: the file unscales nowhere, and each of its losses is scaled
+        name = getattr(site.function, "name", "")
+        others = {method(s.call) for s in sites(script, site.function)}
+        used = script.text.count(name) > 1 and not others & {"backward", "step"}
+        if name and used and CLIPPING.fullmatch(script.called(site.call)) and "inf" not in ast.unparse(site.call):
+            yield Hit(site.call.lineno, CLIPPED.format(next(iter(script.scalers))))
 
 
 def _is_shift(node: ast.AST) -> bool:

@@ -209,23 +209,64 @@ class Script:
             yield from ((self.key(part), Value(value, index)) for index, part in enumerate(target.elts))
 
     def constant(self, node: ast.expr | None) -> ast.expr | None:
-        """Return `node`, or what it was assigned if it is a name with one value in the file that is no argument."""
-        if isinstance(node, (ast.Name, ast.Attribute)) and (key := self.key(node)) not in self._arguments:
-            values = self.assigned.get(key, [])
-            if len(values) == 1 and values[0].index is None:
-                return values[0].node
+        """Return `node`, or what it stands for: the one value of a name, an item of a table, the default of an option.
+
+        An argument stands for what every call in the file gives it.
+        """
+        for _ in range(5):
+            if (made := self._value(node)) is None:
+                break
+            node = made
         return node
+
+    def _value(self, node: ast.expr | None) -> ast.expr | None:
+        match node:
+            case (
+                ast.Subscript(value=table, slice=key)
+                | ast.Call(func=ast.Attribute(value=table, attr="get"), args=[key, *_])
+            ):
+                table, key = self.constant(table), self.constant(key)
+                pairs = zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ()
+                return next((v for k, v in pairs if k and key and ast.unparse(k) == ast.unparse(key)), None)
+            case ast.Name(id=name) if name in self.given:
+                return self.given[name]
+            case ast.Attribute(value=owner, attr=name) if self.is_parsed(owner):
+                return self._options.get(name)
+            case ast.Name() | ast.Attribute() if (key := self.own(self.key(node))) not in self._arguments:
+                values = self.assigned.get(key, [])
+                one = (
+                    len({ast.unparse(v.node) for v in values}) == 1 and values[0].index is None
+                )  # code may stand twice
+                return values[0].node if one else None
+        return None
+
+    def own(self, key: str) -> str:
+        """Return an attribute as the class of the file that makes its owner has it: ``self.shadow`` of ``ema.shadow``."""
+        owner, _, name = key.rpartition(".")
+        return f"self.{name}" if key not in self.assigned and self.makers(owner) & self.classes else key
+
+    def is_parsed(self, owner: ast.expr) -> bool:
+        """Return whether an object has the options of a command line."""
+        return any("parse_args" in made for made in self.makers(self.key(owner)))
+
+    @cached_property
+    def _options(self) -> dict[str, ast.expr]:
+        """Option of the command line -> its default."""
+        made = [c for c in self.calls if method(c) == "add_argument"]
+        named = [(n.value, argument(c, None, "default")) for c in made for n in c.args if isinstance(n, ast.Constant)]
+        return {str(name).lstrip("-").replace("-", "_"): value for name, value in named if value is not None}
 
     def results(self, node: ast.expr) -> list[ast.expr]:
         """Return the values that an expression may have: those of its name, and what a function of the file returns."""
         name = self.called(node).rpartition(".")[2]
         makers = [each for each in self.definitions if each.name == name]
         returned = [n.value for m in makers for n in walked(m) if isinstance(n, ast.Return) and n.value is not None]
-        values = [value for value in self._values(self.key(node)) if value is not node]
-        more = [v for r in returned for v in (r, *self._values(self.key(r)))]
+        values = [value for value in self.values(self.key(node)) if value is not node]
+        more = [v for r in returned for v in (r, *self.values(self.key(r)))]
         return [node, *values, *more, *(r for v in values if isinstance(v, ast.Call) for r in self.results(v)[1:])]
 
-    def _values(self, key: str) -> list[ast.expr]:
+    def values(self, key: str) -> list[ast.expr]:
+        """Return what the file assigns to an object and to its items."""
         return [v.node for k, values in self.assigned.items() if k == key or k.startswith(f"{key}[") for v in values]
 
     @cached_property
@@ -239,15 +280,24 @@ class Script:
         return {a.arg for args in every for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
 
     @cached_property
-    def defaults(self) -> dict[str, ast.expr]:
-        """Argument that one function of the file has -> its default, if no call of the file names it."""
+    def given(self) -> dict[str, ast.expr]:
+        """Argument that one function of the file has -> what every call of it gives, or its default."""
+        calls: dict[str, list[ast.Call]] = {}
+        for call in self.calls:
+            calls.setdefault(self.called(call).rpartition(".")[2], []).append(call)
+        makers = {id(m): c.name for c in walked(self.tree) if isinstance(c, ast.ClassDef) for m in c.body}
         found: dict[str, list[ast.expr | None]] = {}
-        for args in [definition.args for definition in self.definitions]:
+        for one in self.definitions:
+            args, of = one.args, calls.get(makers[id(one)] if one.name == "__init__" else one.name, [])
             every = [*args.posonlyargs, *args.args]
-            values = [None] * (len(every) - len(args.defaults)) + list(args.defaults)
-            for one, value in zip([*every, *args.kwonlyargs], [*values, *args.kw_defaults], strict=True):
-                found.setdefault(one.arg, []).append(value)
-        named = {keyword.arg for call in self.calls for keyword in call.keywords} | stored(self.tree)
+            values = [*[None] * (len(every) - len(args.defaults)), *args.defaults, *args.kw_defaults]
+            first = int(bool(every) and every[0].arg in ("self", "cls"))
+            for index, (arg, value) in enumerate(zip([*every, *args.kwonlyargs], values, strict=True), -first):
+                place = index if 0 <= index < len(every) - first else None
+                given = [argument(call, place, arg.arg) or value for call in of] or [value]
+                same = {ast.unparse(v) if v is not None else "" for v in given}
+                found.setdefault(arg.arg, []).append(given[0] if len(same) == 1 else None)
+        named = stored(self.tree)
         return {name: v[0] for name, v in found.items() if len(v) == 1 and v[0] is not None and name not in named}
 
     def is_number(self, node: ast.AST, deep: int = 4) -> bool:
@@ -264,10 +314,8 @@ class Script:
                 return name in ("len", "int", "float") or name.startswith("math.") or method(node) == "size"
             case ast.Subscript(value=ast.Attribute(attr="shape")):
                 return True
-            case ast.Attribute(value=owner) if any("parse_args" in made for made in self.makers(self.key(owner))):
+            case ast.Attribute(value=owner) if self.is_parsed(owner):
                 return True
-            case ast.Name(id=name) if name in self.defaults:
-                return deep > 0 and self.is_number(self.defaults[name], deep - 1)
             case ast.Name() | ast.Attribute():
                 made = self.constant(node)
                 if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Pow) and isinstance(node, ast.Attribute):
@@ -304,7 +352,8 @@ class Script:
                 nodes += [node.body, node.orelse]
         return {self.called(node) for node in nodes if isinstance(node, ast.Call)}
 
-    def _made_by(self, pattern: re.Pattern[str]) -> set[str]:
+    def made_by(self, pattern: re.Pattern[str]) -> set[str]:
+        """Return the objects that functions of such names make."""
         return {key for key in self.assigned if any(map(pattern.fullmatch, self.makers(key)))}
 
     @cached_property
@@ -355,12 +404,12 @@ class Script:
     @cached_property
     def optimizers(self) -> set[str]:
         """Optimizers: made by an optimizer's class, stepped or unscaled by a scaler, or named as one."""
-        found = self._made_by(OPTIMIZERS)
+        found = self.made_by(OPTIMIZERS)
         for call in self.calls:
             owner = self.owner(call)
             if method(call) in ("step", "unscale_") and owner in self.scalers and call.args:
                 found.add(self.key(call.args[0]))
-            elif method(call) in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner):
+            elif method(call) == "first_step" or (method(call) in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner)):
                 found.add(owner)
         return (found | {key for key, _ in self._of_others(found)}) - self.schedulers
 
@@ -376,7 +425,7 @@ class Script:
     def schedulers(self) -> set[str]:
         """Learning-rate schedulers: made by one of torch's classes or a ``get_..._schedule...``, or named as one."""
         steps = {self.owner(call) for call in self.calls if method(call) == "step"}
-        return self._made_by(SCHEDULERS) | set(filter(SCHEDULER_NAME.search, steps))
+        return self.made_by(SCHEDULERS) | set(filter(SCHEDULER_NAME.search, steps))
 
     @cached_property
     def models(self) -> set[str]:

@@ -184,7 +184,7 @@ LOSSES = PATTERNS["LOSSES"]
 BY_INDEX = PATTERNS["BY_INDEX"]
 LONG = PATTERNS["LONG"]
 
-LARGEST_FP16 = 65504.0
+LARGEST_FP16, LARGEST_FP32 = 65504.0, (2 - 2.0**-23) * 2.0**127
 ROUNDS_TO_ZERO = 2.0**-25  # the largest number that fp16 rounds to 0: half of its smallest subnormal, 2**-24
 ROUNDS_TO_ONE = {"fp16": 1 - 2.0**-12, "bf16": 1 - 2.0**-9}  # format -> the smallest number that it rounds to 1
 
@@ -195,12 +195,18 @@ class _Formats:
     def __init__(self, script: Script, function: Function) -> None:
         self.script = script
         self.around = _around(script) if getattr(function, "name", "") == "forward" else ""
+        own = any(where.place.regions for where in placed(script, function))
+        self.alone = "autocast" not in script.text or (own and not self.around)  # no caller's region is around it
         self.known: dict[str, str] = {}
         self.sums: dict[str, int] = {}  # name of zeros -> the loops around them
 
     def low(self, where: Placed) -> str:
         """Return the format of the region around a statement; of a forward that is in none, of those that call it."""
         return where.place.low if where.place.regions else self.around
+
+    def bare(self, where: Placed) -> bool:
+        """Return whether a statement is in no region for certain, so that all operators keep their format."""
+        return self.alone and not where.place.regions
 
     def of(self, node: ast.AST, where: Placed) -> str:
         """Return "fp16" or "bf16" for an expression that has this format for certain, else ""."""
@@ -210,7 +216,7 @@ class _Formats:
             if isinstance(node.op, ast.MatMult):
                 return self.low(where)
             if isinstance(node.op, ast.Pow):
-                return self.of(node.left, where) if "autocast" not in self.script.text else ""
+                return self.of(node.left, where) if self.bare(where) else ""
             sides = {self.of(side, where) for side in (node.left, node.right) if not self.script.is_number(side)}
             return sides.pop() if len(sides) == 1 else ""
         if isinstance(node, (ast.Subscript, ast.UnaryOp)) or (isinstance(node, ast.Attribute) and node.attr in VIEWS):
@@ -231,7 +237,7 @@ class _Formats:
         if method(node) in ("to", "type_as") and not of_torch and (node.args or given):
             like = given or node.args[0]
             return self.of(like.value if isinstance(like, ast.Attribute) and like.attr == "dtype" else like, where)
-        keeping = KEEPING if "autocast" in self.script.text else KEEPING | REDUCING
+        keeping = KEEPING | REDUCING if self.bare(where) else KEEPING
         if method(node) in keeping and isinstance(node.func, ast.Attribute):
             operands = node.args[:1] if of_torch else [node.func.value]
             return self.of(operands[0], where) if operands and given is None else ""
@@ -284,13 +290,15 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
 
 
 def _number(script: Script, node: ast.expr | None) -> float | None:
-    match script.constant(script.defaults.get(script.key(node), node) if node is not None else None):
+    match script.constant(node):
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             value = _number(script, operand)
             return None if value is None else -value
         case ast.BinOp(op=ast.Sub(), left=left, right=right):
             one, other = _number(script, left), _number(script, right)
             return None if one is None or other is None else one - other
+        case ast.Attribute(value=ast.Call(args=[form]) as call, attr="min" | "max") if script.format_of(form) == "fp32":
+            return LARGEST_FP32 if script.called(call) == "torch.finfo" else None
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return float(value)
     return None
@@ -343,7 +351,7 @@ def _lost_constant(script: Script) -> Iterator[Hit]:
 def _low_squares(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
         inner = operand(script, node, "mean", "sum")
-        base = squared(script, inner) or (raised(script, inner) if "autocast" not in script.text else None)
+        base = squared(script, inner) or (raised(script, inner) if formats.bare(where) else None)
         if base is not None and formats.of(base, where) == "fp16":
             yield Hit(node.lineno, f"`{ast.unparse(node)}` squares fp16 values")
 
