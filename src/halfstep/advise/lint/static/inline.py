@@ -22,9 +22,6 @@ PERHAPS = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.Dic
 
 ENTERED = re.compile(r"(^|\.)(no_grad|inference_mode|autocast)\b")  # decorators, entered like a block
 
-WITHIN = ("forward", "__init__", "first_step", "second_step")
-"""Methods that are known by their names, and stay calls."""
-
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -64,10 +61,8 @@ def _of_objects(nodes: list[ast.AST], methods: dict[str, dict[str, ast.FunctionD
     made: dict[str, set[str]] = {}
     for node in nodes:
         match node:
-            case ast.Assign(targets=[ast.Name() | ast.Attribute() as target], value=ast.Call(func=ast.Name(id=name))):
-                made.setdefault(ast.unparse(target), set()).add(name)
-            case ast.Assign(targets=[ast.Name() | ast.Attribute() as target]):
-                made.setdefault(ast.unparse(target), set()).add("")
+            case ast.Assign([ast.Name() | ast.Attribute() as target], value):
+                made.setdefault(ast.unparse(target), set()).add(getattr(getattr(value, "func", None), "id", ""))
             case ast.arg(arg=key, annotation=ast.Name(id=name)):
                 made.setdefault(key, set()).add(name)
     found = {}
@@ -77,7 +72,7 @@ def _of_objects(nodes: list[ast.AST], methods: dict[str, dict[str, ast.FunctionD
             place = name.replace("self", key, 1).removesuffix(".__call__")
             args = ast.arguments(**dict(ast.iter_fields(one.args)))
             args.kwonlyargs, args.kw_defaults = [*args.kwonlyargs, ast.arg("self")], [*args.kw_defaults, owner]
-            if one.name not in WITHIN:
+            if one.name not in ("forward", "__init__", "first_step", "second_step"):  # which are known by their names
                 found[place] = ast.FunctionDef(one.name, args, one.body, [])
     return found
 

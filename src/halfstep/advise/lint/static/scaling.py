@@ -7,24 +7,30 @@ from dataclasses import replace
 from functools import partial
 
 from halfstep.advise.lint.rule import PATTERNS, Hit, check_of
-from halfstep.advise.lint.static.paths import (
-    BACKWARDS,
-    CLIPPING,
-    WINDOW,
-    Op,
-    Verdicts,
-    ends_window,
-    in_each,
-    judged,
-    on_paths,
-    plain,
-)
+from halfstep.advise.lint.static.paths import BACKWARDS, CLIPPING, Op, Verdicts, judged, on_paths, plain, words
 from halfstep.advise.lint.static.regions import all_sites, region_of, sites
-from halfstep.advise.lint.static.script import OPTIMIZERS, SCALERS, Script, argument, method, walked
+from halfstep.advise.lint.static.script import SCALERS, Script, argument, method, stored, walked
 
 SKIPS = PATTERNS["SKIPS"]
+LOW = re.compile(r"float16(?!\w)|\bhalf\b|fp16")
+FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
 STEPS = ("step", "scaler_step", "escape")
 UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})  # behind them no scale is known
+
+
+def ends_window(op: Op) -> bool:
+    """Return whether an operation stands under a condition that is true in some micro-batches."""
+    return any(map(WINDOW.search, op.place.tests))
+
+
+def in_each(op: Op, backward: Op) -> bool:
+    """Return whether an operation runs in every iteration with that backward pass, or in none of them."""
+    varying = stored(*op.place.loops[-1:])
+    more = [branch for branch in op.place.branches if branch not in backward.place.branches]
+    tests = [ast.unparse(choice.test) for choice, _ in more]
+    return not any("%" in test or "(" in test or words(test) & varying for test in tests)
 
 
 @on_paths("HS002", library="torch")
@@ -55,11 +61,9 @@ def _unscale_twice(path: Sequence[Op]) -> Verdicts:
         if op.kind == "scaled_backward":
             backward = op
         elif op.kind == "unscale":
-            name, target = plain(op.scaler), plain(op.target)
-            before = done.get(key)
-            what = f"`{name}.unscale_({target})` runs a second time before `{name}.update()`"
-            if before == "step":
-                what = f"`{name}.unscale_({target})` runs after `{name}.step({target})`, before `{name}.update()`"
+            name, target, before = plain(op.scaler), plain(op.target), done.get(key)
+            when = f"after `{name}.step({target})`," if before == "step" else "a second time"
+            what = f"`{name}.unscale_({target})` runs {when} before `{name}.update()`"
             steps_in_some = any(o.kind == "scaler_step" and ends_window(o) for o in path)
             always = backward is not None and in_each(op, backward)
             if before and (always or not steps_in_some):
@@ -86,12 +90,8 @@ def _step_without_update(path: Sequence[Op]) -> Verdicts:
             done = {(scaler, target) for scaler, target in done if scaler != op.scaler and target != op.target}
 
 
-@check_of("HS005")
-def _unprotected(script: Script) -> Iterator[Hit]:
-    yield from judged(script, partial(_unprotected_step, made=script.made_by(OPTIMIZERS)))
-
-
-def _unprotected_step(path: Sequence[Op], made: set[str]) -> Verdicts:
+@on_paths("HS005")
+def _unprotected_step(path: Sequence[Op]) -> Verdicts:
     scaler, sure, alone, stepped = "", False, False, set[str]()
     only = all(op.kind not in UNKNOWN and op.kind != "plain_backward" for op in path)
     for op in path:
@@ -105,7 +105,7 @@ def _unprotected_step(path: Sequence[Op], made: set[str]) -> Verdicts:
             alone = True  # the scaled gradients may be those of this optimizer alone
         elif op.kind == "step" and op.target not in stepped:
             what = f"`{plain(op.target)}.step()` is given gradients of a loss scaled by `{plain(scaler)}`"
-            yield op, what if sure and (not alone or (only and plain(op.target) in made)) else ""
+            yield op, what if sure and (not alone or (only and op.of)) else ""
         elif op.kind in ("iteration", "zero"):
             scaler, sure = "", False
 
@@ -124,10 +124,9 @@ def _second_step(path: Sequence[Op]) -> Verdicts:
 
 @check_of("HS007")
 def _forgotten_scale(script: Script) -> Iterator[Hit]:
-    for node in walked(script.tree):
-        if isinstance(node, ast.Expr) and method(node.value) in ("scale", "scale_loss"):
-            if (owner := script.owner(node.value)) in script.scalers:
-                yield Hit(node.value.lineno, f"the result of `{owner}.scale`, the scaled loss, is not used")
+    for node in [n for n in walked(script.tree) if isinstance(n, ast.Expr)]:
+        if method(node.value) in ("scale", "scale_loss") and (owner := script.owner(node.value)) in script.scalers:
+            yield Hit(node.value.lineno, f"the result of `{owner}.scale`, the scaled loss, is not used")
     some = any(isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss") for n in walked(script.tree))
     yield from judged(script, partial(_never_scaled, some=some))
     own = {key for key in script.scalers if key.endswith("]") or any(map(SCALERS.fullmatch, script.makers(key)))}
@@ -168,9 +167,8 @@ def _update_between(path: Sequence[Op]) -> Verdicts:
         elif op.kind in UNKNOWN or op.kind == "new_scaler":
             scaled, updated = set(), set()
         elif op.kind == "scaler_step":
-            bad = op.scaler in scaled & updated and bool(stepped) and op.target not in stepped
-            name, target = plain(op.scaler), plain(op.target)
-            what = f"`{name}.step({target})` follows `{name}.update()`, and its loss was scaled before it"
+            bad, name = op.scaler in scaled & updated and stepped and op.target not in stepped, plain(op.scaler)
+            what = f"`{name}.step({plain(op.target)})` follows `{name}.update()`, and its loss was scaled before it"
             yield op, what if bad else ""
             stepped.add(op.target)
 
@@ -193,15 +191,10 @@ def _scheduler(path: Sequence[Op]) -> Verdicts:
         elif op.kind in ("iteration", "scaled_backward"):
             step = None
         elif op.kind == "schedule" and step is not None:
-            name = plain(op.target)
             more = set(op.place.branches) - set(step.place.branches)
             told = any(o.kind == "get_scale" for o in path) or any(SKIPS.search(ast.unparse(c.test)) for c, _ in more)
-            what = f"`{name}.step()` also runs after a step that `{plain(step.scaler)}` skipped"
+            what = f"`{plain(op.target)}.step()` also runs after a step that `{plain(step.scaler)}` skipped"
             yield op, what if op.place.loops == step.place.loops and not told else ""
-
-
-OTHER_SCALING = PATTERNS["OTHER_SCALING"]
-FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
 
 
 @check_of("HS011")
@@ -211,19 +204,16 @@ def _made_in_loop(script: Script) -> Iterator[Hit]:
         for site in sites(script, function):
             key = script.target(site.statement) if SCALERS.fullmatch(script.called(site.call)) else ""
             for step in steps if key else ():
-                shared = [loop for loop in site.place.loops if loop in step.place.loops]
-                same = script.called(step.call) == f"{key}.step" and not site.place.branches
-                if shared and same and not assigned_in(script, shared[-1], script.key(step.call.args[0])):
+                shared = [loop for loop in site.place.loops if loop in step.place.loops and not site.place.branches]
+                own = shared and script.owner(step.call) == key
+                if own and not assigned_in(script, shared[-1], script.key(step.call.args[0])):
                     yield Hit(site.call.lineno, f"`{key}` is made anew in each iteration of the loop in which it steps")
                     break
 
 
 def assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
     """Return whether a loop assigns an object: another training begins in each iteration."""
-    return any(
-        isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Store) and script.key(n) == key
-        for n in walked(loop)
-    )
+    return any(isinstance(getattr(n, "ctx", None), ast.Store) and script.key(n) == key for n in walked(loop))
 
 
 def saved(script: Script) -> Iterator[int]:
@@ -233,15 +223,12 @@ def saved(script: Script) -> Iterator[int]:
         nodes = [n for part in script.results(call.args[0]) for n in walked(part)]
         if any(is_call(script, n, script.optimizers, "state_dict") for n in nodes):
             yield call.lineno
-    loops = [n for n in walked(script.tree) if isinstance(n, ast.DictComp) and method(n.value) == "state_dict"]
+    loops = any(isinstance(n, ast.DictComp) and method(n.value) == "state_dict" for n in walked(script.tree))
     for node in walked(script.tree) if loops and saves else ():  # {name: part.state_dict() for name, part in parts}
-        parts = {}
-        if isinstance(node, ast.Dict):
-            parts = {script.key(value): value for value in node.values}
-        elif isinstance(node, ast.Call) and script.called(node) in {*script.classes, *script.mentions}:
-            parts = {script.key(keyword.value): keyword.value for keyword in node.keywords if keyword.arg}
-        if len(parts) > 1 and parts.keys() & script.optimizers and not parts.keys() & script.scalers.keys():
-            yield node.lineno
+        given = [k.value for k in node.keywords] if script.called(node) in script.classes else []  # type: ignore[attr-defined]
+        parts = set(map(script.key, node.values if isinstance(node, ast.Dict) else given))
+        if len(parts) > 1 and parts & script.optimizers and not parts & script.scalers.keys():
+            yield node.lineno  # type: ignore[attr-defined]
 
 
 def loaded(script: Script) -> Iterator[int]:
@@ -260,11 +247,12 @@ def _saved_without(script: Script) -> Iterator[Hit]:
 
 @check_of("HS013")
 def _loaded_without(script: Script) -> Iterator[Hit]:
-    loads = [call for call in script.calls if method(call) == "load_state_dict" and call.args]
-    own = {ast.unparse(call.args[0]) for call in loads if script.owner(call) in script.optimizers}
-    for call in loads:
-        if script.owner(call) in script.scalers and ast.unparse(call.args[0]) in own:
-            yield Hit(call.lineno, f"`{script.owner(call)}` loads the state of an optimizer")
+    loads = [
+        (script.owner(c), ast.unparse(c.args[0]), c) for c in script.calls if method(c) == "load_state_dict" and c.args
+    ]
+    for scaler, state, call in loads:
+        if scaler in script.scalers and any(o in script.optimizers and state == other for o, other, _ in loads):
+            yield Hit(call.lineno, f"`{scaler}` loads the state of an optimizer")
     for line in loaded(script) if _lost(script, "load_state_dict", r"load|resume") else ():
         yield Hit(line, f"the optimizer's state is loaded here, and that of `{next(iter(script.scalers))}` nowhere")
 
@@ -274,46 +262,32 @@ def _lost(script: Script, called: str, pattern: str) -> bool:
     made = {method(call) for call in script.calls if script.owner(call) in script.scalers}
     those = [call for call in script.calls if re.search(pattern, script.called(call), re.IGNORECASE)]
     given = {script.name(a) for call in those for a in (*call.args, *(k.value for k in call.keywords))}
-    handed_on = not given.isdisjoint(script.scalers)
-    return "torch" in script.scalers.values() and "step" in made and called not in made and not handed_on
+    known = "step" in made and called not in made and given.isdisjoint(script.scalers)
+    return known and "torch" in script.scalers.values()
 
 
 @check_of("HS069")
 def _by_hand(script: Script) -> Iterator[Hit]:
-    """Find a loss that is multiplied by a scale of the file by which nothing divides, and that goes nowhere else."""
-    fp16 = re.search(r"float16|\.half\(|fp16", script.text.replace("bfloat16", ""))
     stepped = any(is_call(script, call, script.optimizers, "step") for call in script.calls)
-    for call in script.calls if fp16 and stepped else ():
+    for call in script.calls if stepped and LOW.search(script.text.replace("bfloat16", "")) else ():
         loss = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "backward" else None
         for made in [loss, *script.values(script.key(loss))] if loss is not None else ():
             match made:
                 case ast.BinOp(op=ast.Mult(), right=ast.Name() | ast.Attribute() as right) if not call.args:
                     name = script.key(right).rpartition(".")[2]
-                    if re.search(r"(?i)scal", name) and not _divides(script, name):
+                    lines = [line for line in script.text.splitlines() if not re.search(r"print|\blog", line)]
+                    used = re.compile(rf"(/=? *|[(,] *|\w=)([\w.]+\.)?{name}\b(?! *=)")  # divides, or is given away
+                    if re.search(r"(?i)scal", name) and not any(map(used.search, lines)):
                         yield Hit(call.lineno, f"the loss is multiplied by `{name}`, and nothing divides by it")
-
-
-def _divides(script: Script, name: str) -> bool:
-    """Return whether something of a file divides by a number of this name, or is given it."""
-    for node in walked(script.tree):
-        given: list[ast.AST] = [node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else []
-        given += [node.value] if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div) else []
-        if isinstance(node, ast.Call) and not re.fullmatch(r"print|.*log\w*", script.called(node)):
-            given += [*node.args, *(k.value for k in node.keywords)]
-        if any(re.search(rf"\b{name}$", script.key(one)) for one in given):
-            return True
-    return False
 
 
 @check_of("HS070")
 def _one_device(script: Script) -> Iterator[Hit]:
-    made = {name.rpartition(".")[2]: call for call in script.calls if (name := script.called(call))}
-    precision = made.get("MixedPrecision")
-    low = precision and script.format_of(argument(precision, 0, "param_dtype")) == "fp16"
-    for call in script.calls if low and "FullyShardedDataParallel" in made else ():
-        name = script.called(call)
-        if SCALERS.fullmatch(name) and name.startswith("torch.") and "ShardedGradScaler" not in script.text:
-            yield Hit(call.lineno, f"`{name}` looks at the gradients of its own rank, and FSDP shards them")
+    made = {script.called(call).rpartition(".")[2]: call for call in script.calls}
+    names = {"FullyShardedDataParallel", "GradScaler", "MixedPrecision", "ShardedGradScaler"} & made.keys()
+    low = script.format_of(argument(made["MixedPrecision"], 0, "param_dtype")) if len(names) == 3 else ""
+    if low == "fp16" and "ShardedGradScaler" not in names:
+        yield Hit(made["GradScaler"].lineno, "it looks at the gradients of its own rank, and FSDP shards them")
 
 
 def is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -> bool:
@@ -323,9 +297,9 @@ def is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -
 
 @check_of("HS014")
 def _fp16_without(script: Script) -> Iterator[Hit]:
-    enabled = [argument(c, None, "enabled") for c in script.calls if SCALERS.fullmatch(script.called(c))]
-    off = bool(enabled) and all(isinstance(given, ast.Constant) and given.value is False for given in enabled)
-    if OTHER_SCALING.search(script.text) and not off:
+    made = [ast.unparse(call) for call in script.calls if SCALERS.fullmatch(script.called(call))]
+    off = made and all("enabled=False" in call for call in made)
+    if PATTERNS["OTHER_SCALING"].search(script.text) and not off:
         return
     forwards = [s for s in all_sites(script) if getattr(s.function, "name", "") == "forward"]
     inside = [r for s in forwards if (r := s.place.torch_region) is not None and r.enabled and not s.place.no_grad]
@@ -349,7 +323,7 @@ def _scaler_without(script: Script) -> Iterator[Hit]:
                 low = "bf(loat)?16" if isinstance(asked, (ast.Eq, ast.Is)) else r"(\b|_)(fp|float)16"
                 if re.search(rf"{low}\W*$", ast.unparse(other)):
                     yield Hit(call.lineno, "the scaler is on for bf16, and off for fp16")
-    if re.search(r"float16(?!\w)|\bhalf\b|fp16", script.text.replace("bfloat16", "")):
+    if LOW.search(script.text.replace("bfloat16", "")):
         return
     formats = {region.dtype for call in script.calls if (region := region_of(script, call)) is not None}
     for call in script.calls if formats == {"bf16"} else ():
@@ -367,9 +341,8 @@ def _penalty(script: Script) -> Iterator[Hit]:
             continue
         for call in [call for call in calls if script.called(call) == "torch.autograd.grad"]:
             outputs = script.constant(argument(call, 0, "outputs"))
-            for node in walked(outputs) if outputs is not None else ():
-                if is_call(script, node, script.scalers, "scale"):
-                    yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
+            if outputs and any(is_call(script, node, script.scalers, "scale") for node in walked(outputs)):
+                yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
 
 
 @check_of("HS049")
@@ -378,8 +351,7 @@ def _grows_often(script: Script) -> Iterator[Hit]:
         if SCALERS.fullmatch(name := script.called(call)) and name.startswith("torch."):
             match script.constant(argument(call, None, "growth_interval")):
                 case ast.Constant(value=int(interval)) if interval < FEW_STEPS:
-                    steps = f"{interval} good step{'s' * (interval != 1)}"
-                    yield Hit(call.lineno, f"the scale doubles after {steps}")
+                    yield Hit(call.lineno, f"the scale doubles after {interval} good step{'s' * (interval != 1)}")
 
 
 @on_paths("HS017")
@@ -398,10 +370,9 @@ def _update_in_micro_batch(script: Script) -> Iterator[Hit]:
             owner, outer = script.owner(site.call), set(site.place.branches)
             tried = [s for s in calls if script.owner(s.call) == owner and method(s.call) in ("step", "unscale_")]
             inner = [[c for c, _ in s.place.branches if (c, True) not in outer] for s in tried]
-            if tried and all(any(WINDOW.search(ast.unparse(c.test)) for c in more) for more in inner):
-                together = all(s.place.loops == site.place.loops for s in tried)
-                if together and not any(map(WINDOW.search, site.place.tests)):
-                    yield Hit(site.call.lineno, f"`{owner}.update()` runs in every micro-batch, `{owner}.step` in some")
+            apart = any(map(WINDOW.search, site.place.tests)) or any(s.place.loops != site.place.loops for s in tried)
+            if tried and all(any(WINDOW.search(ast.unparse(c.test)) for c in more) for more in inner) and not apart:
+                yield Hit(site.call.lineno, f"`{owner}.update()` runs in every micro-batch, `{owner}.step` in some")
 
 
 @on_paths("HS052", library="torch")
@@ -413,8 +384,7 @@ def _left_unscaled(path: Sequence[Op]) -> Verdicts:
         elif op.kind in ("update", "escape", "new_scaler", "iteration"):
             unscaled = None
         elif op.kind in ("continue", "return") and unscaled is not None:
-            name = plain(unscaled.scaler)
-            goes = "loop goes on" if op.kind == "continue" else "method returns"
+            name, goes = plain(unscaled.scaler), "loop goes on" if op.kind == "continue" else "method returns"
             what = f"the {goes} behind `{name}.unscale_`, with no `{name}.update()`"
             steps = any(o.kind == "scaler_step" and o.scaler == unscaled.scaler for o in path)
             if op.kind == "continue" or (steps and op.place.loops and name.startswith("self.")):  # it outlives the call
@@ -423,13 +393,12 @@ def _left_unscaled(path: Sequence[Op]) -> Verdicts:
 
 @check_of("HS053")
 def _raises_instead(script: Script) -> Iterator[Hit]:
-    for function in script.functions if script.uses_torch else ():
-        calls = [site.call for site in sites(script, function)]
-        if any(is_call(script, call, script.scalers, "step") for call in calls):
-            for call in calls:
-                match argument(call, 3, "error_if_nonfinite") if CLIPPING.fullmatch(script.called(call)) else None:
-                    case ast.Constant(value=True):
-                        yield Hit(call.lineno, "the first overflow, which the scaler would skip, raises here")
+    for site in all_sites(script):
+        call = site.call
+        match argument(call, 3, "error_if_nonfinite") if CLIPPING.fullmatch(script.called(call)) else None:
+            case ast.Constant(value=True):
+                if any(is_call(script, s.call, script.scalers, "step") for s in sites(script, site.function)):
+                    yield Hit(call.lineno, "the first overflow, which the scaler would skip, raises here")
 
 
 def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
@@ -513,14 +482,9 @@ def _has_scale(node: ast.expr) -> bool:
     return "grad" in re.sub(r"\w+_like\([^()]*\)", "", ast.unparse(node))
 
 
-CLEARS = PATTERNS["CLEARS"]
-TRAIN_STEPS = ("halfstep.TrainStep", "halfstep.step.TrainStep")
-OWN_LOOPS = PATTERNS["OWN_LOOPS"]
-
-
 @check_of("HS034")
 def _never_cleared(script: Script) -> Iterable[Hit]:
-    found = CLEARS.search(script.text) or OWN_LOOPS.search(script.text)
+    found = PATTERNS["CLEARS"].search(script.text) or PATTERNS["OWN_LOOPS"].search(script.text)
     return () if found else judged(script, _accumulates)
 
 
@@ -543,12 +507,9 @@ def _accumulates(path: Sequence[Op]) -> Verdicts:
 @check_of("HS035")
 def _cleared_if_finite(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree) if script.uses_torch else ():
-        if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
-            continue
-        clears = {n for n in walked(node) if method(n) == "zero_grad"}
+        clears = {n for n in walked(node) if method(n) == "zero_grad"} if isinstance(node, LOOPS) else ()
         for choice in [n for n in walked(node) if isinstance(n, ast.If) and not n.orelse and clears]:
-            test = script.constant(choice.test)
-            inside = {n for statement in choice.body for n in walked(statement)}
+            test, inside = script.constant(choice.test), {n for statement in choice.body for n in walked(statement)}
             called = set(map(method, inside))
             if "step" in called and "backward" not in called and clears <= inside and test and _finite(test):
                 yield Hit(choice.lineno, f"gradients are cleared only under `{ast.unparse(choice.test)}`")
@@ -583,7 +544,9 @@ def _waits(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         looped = [site for site in sites(script, function) if site.place.loops]
         training = {s.place.loops[-1] for s in looped if method(s.call) == "backward"}
-        losses, seen, waited = _losses(script, function), set(), set()
+        every = [n.func.value for n in walked(function) if method(n) == "backward"]  # type: ignore[attr-defined]
+        losses = {script.name(n.args[0] if method(n) == "scale" and n.args else n) for n in every} - {""}
+        seen, waited = set(), set()
         for site in looped:
             loop, call = site.place.loops[-1], site.call
             if loop not in training or site.place.branches or site.place.no_grad:
@@ -598,24 +561,18 @@ def _waits(script: Script) -> Iterator[Hit]:
                 yield Hit(call.lineno, f"`{ast.unparse(call)}` waits for the device in every step")
 
 
-def _losses(script: Script, function: ast.AST) -> set[str]:
-    found = set()
-    for node in walked(function):
-        match node:
-            case ast.Call(func=ast.Attribute(attr="backward", value=loss)):
-                scaled = loss.args if isinstance(loss, ast.Call) and method(loss) == "scale" else []
-                found.add(script.name(scaled[0] if scaled else loss))
-    return found - {""}
-
-
 @check_of("HS038")
 def _own_step(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         calls = sites(script, function)
-        made = [s for s in calls if script.called(s.call) in TRAIN_STEPS and len(s.call.args) > 1]
+        made = [
+            s
+            for s in calls
+            if re.fullmatch(r"halfstep\.(step\.)?TrainStep", script.called(s.call)) and len(s.call.args) > 1
+        ]
         for step, optimizer in {script.target(s.statement): script.name(s.call.args[1]) for s in made}.items():
-            steps = [s.place for s in calls if s.place.loops and script.called(s.call) == step]
+            steps = [(s.place.loops, s.place.branches) for s in calls if script.called(s.call) == step]
             for site in calls:
-                beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
-                if step and beside and optimizer and script.called(site.call) == f"{optimizer}.step":
+                beside = optimizer and site.place.loops and (site.place.loops, site.place.branches) in steps
+                if step and beside and script.called(site.call) == f"{optimizer}.step":
                     yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")

@@ -18,12 +18,10 @@ from halfstep.advise.lint.rule import PATTERNS, WORDS
 from halfstep.advise.lint.static.inline import inlined
 from halfstep.errors import LintError
 
-FORMATS: dict[str, str] = WORDS["FORMATS"]
 SCALERS = PATTERNS["SCALERS"]
 OPTIMIZERS = PATTERNS["OPTIMIZERS"]
+OPTIMIZER_METHODS = ("first_step", "step", "second_step", "zero_grad", "state_dict", "load_state_dict")
 OPTIMIZER_NAME = PATTERNS["OPTIMIZER_NAME"]
-SCHEDULERS = PATTERNS["SCHEDULERS"]
-OPTIMIZER_METHODS = ("step", "first_step", "second_step", "zero_grad", "state_dict", "load_state_dict")
 SCHEDULER_NAME = re.compile(r"sched", re.IGNORECASE)
 
 
@@ -123,8 +121,6 @@ class Script:
         """The top level, then every function and method."""
         return [self.tree, *self.definitions]
 
-    # ------------------------------------------------------------------ names
-
     @cached_property
     def imports(self) -> dict[str, str]:
         """Name in the file -> the module or object it was imported as; the first import of a name counts."""
@@ -221,40 +217,30 @@ class Script:
 
     def _value(self, node: ast.expr | None) -> ast.expr | None:
         match node:
-            case (
-                ast.Subscript(value=table, slice=key)
-                | ast.Call(func=ast.Attribute(value=table, attr="get"), args=[key, *_])
-            ):
+            case ast.Subscript(table, key) | ast.Call(ast.Attribute(table, "get"), [key, *_]):
                 table, key = self.constant(table), self.constant(key)
                 pairs = zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ()
                 return next((v for k, v in pairs if k and key and ast.unparse(k) == ast.unparse(key)), None)
             case ast.Name(id=name) if name in self.given:
                 return self.given[name]
             case ast.Attribute(value=owner, attr=name) if self.is_parsed(owner):
-                return self._options.get(name)
+                added = [c for c in self.calls if method(c) == "add_argument"]
+                made = [c for c in added if f"'__{name}'" in ast.unparse(c).replace("-", "_")]
+                return argument(made[0], None, "default") if made else None
             case ast.Name() | ast.Attribute() if (key := self.own(self.key(node))) not in self._arguments:
                 values = self.assigned.get(key, [])
-                one = (
-                    len({ast.unparse(v.node) for v in values}) == 1 and values[0].index is None
-                )  # code may stand twice
-                return values[0].node if one else None
+                one = len({ast.unparse(v.node) for v in values}) == 1  # code that is put in places stands twice
+                return values[0].node if one and values[0].index is None else None
         return None
 
     def own(self, key: str) -> str:
-        """Return an attribute as the class of the file that makes its owner has it: ``self.shadow`` of ``ema.shadow``."""
+        """Return an attribute as its class, if that is of the file, has it: ``self.shadow`` of ``ema.shadow``."""
         owner, _, name = key.rpartition(".")
         return f"self.{name}" if key not in self.assigned and self.makers(owner) & self.classes else key
 
     def is_parsed(self, owner: ast.expr) -> bool:
         """Return whether an object has the options of a command line."""
         return any("parse_args" in made for made in self.makers(self.key(owner)))
-
-    @cached_property
-    def _options(self) -> dict[str, ast.expr]:
-        """Option of the command line -> its default."""
-        made = [c for c in self.calls if method(c) == "add_argument"]
-        named = [(n.value, argument(c, None, "default")) for c in made for n in c.args if isinstance(n, ast.Constant)]
-        return {str(name).lstrip("-").replace("-", "_"): value for name, value in named if value is not None}
 
     def results(self, node: ast.expr) -> list[ast.expr]:
         """Return the values that an expression may have: those of its name, and what a function of the file returns."""
@@ -295,8 +281,8 @@ class Script:
             for index, (arg, value) in enumerate(zip([*every, *args.kwonlyargs], values, strict=True), -first):
                 place = index if 0 <= index < len(every) - first else None
                 given = [argument(call, place, arg.arg) or value for call in of] or [value]
-                same = {ast.unparse(v) if v is not None else "" for v in given}
-                found.setdefault(arg.arg, []).append(given[0] if len(same) == 1 else None)
+                same = len({v and ast.unparse(v) for v in given}) == 1
+                found.setdefault(arg.arg, []).append(given[0] if same else None)
         named = stored(self.tree)
         return {name: v[0] for name, v in found.items() if len(v) == 1 and v[0] is not None and name not in named}
 
@@ -325,7 +311,7 @@ class Script:
 
     def format_of(self, node: ast.expr | None) -> str:
         """Return "fp16", "bf16", "fp32" or "fp64" for an expression that is such a dtype; "" if it is not known."""
-        return FORMATS.get(self.name(self.constant(node)), "")
+        return WORDS["FORMATS"].get(self.name(self.constant(node)), "")
 
     def low_format(self, call: ast.AST) -> str:
         """Return "fp16" or "bf16" if a call is ``x.half()``, ``x.bfloat16()`` or ``x.to(torch.float16)``, else ""."""
@@ -342,18 +328,14 @@ class Script:
         named = {each.name: walked(each) for each in self.definitions}
         return {f: {self.name(n) for n in ns if isinstance(n, (ast.Name, ast.Attribute))} for f, ns in named.items()}
 
-    # ------------------------------------------------------------------ roles
-
     def makers(self, key: str) -> set[str]:
         """Return the names of the functions whose results an object may be; "" for one without a name."""
         nodes = [value.node for value in self.assigned.get(key, []) if value.index is None]
         for node in nodes:
-            if isinstance(node, ast.IfExp):
-                nodes += [node.body, node.orelse]
+            nodes += [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
         return {self.called(node) for node in nodes if isinstance(node, ast.Call)}
 
-    def made_by(self, pattern: re.Pattern[str]) -> set[str]:
-        """Return the objects that functions of such names make."""
+    def _made_by(self, pattern: re.Pattern[str]) -> set[str]:
         return {key for key in self.assigned if any(map(pattern.fullmatch, self.makers(key)))}
 
     @cached_property
@@ -378,9 +360,10 @@ class Script:
                 case ast.arg(annotation=ast.expr() as annotation) if "GradScaler" in ast.unparse(annotation):
                     found.setdefault(node.arg, "torch")
                 case ast.ClassDef(body=body):
-                    fields = [each for each in body if isinstance(each, ast.AnnAssign)]
-                    typed = [field.target for field in fields if "GradScaler" in ast.unparse(field.annotation)]
-                    found |= {f"self.{ast.unparse(target)}": "torch" for target in typed}
+                    fields = [
+                        f for f in body if isinstance(f, ast.AnnAssign) and "GradScaler" in ast.unparse(f.annotation)
+                    ]
+                    found |= {f"self.{ast.unparse(field.target)}": "torch" for field in fields}
                 case ast.Call(func=ast.Attribute(attr="unscale_" | "backward" as name, value=value)):
                     call = node if name == "unscale_" else value  # unscale_(optimizer), scale(loss).backward()
                     one = method(call) in ("unscale_", "scale") and len(getattr(call, "args", ())) == 1
@@ -398,18 +381,18 @@ class Script:
     @cached_property
     def keeps_scaled(self) -> bool:
         """Whether a name of the file is assigned a scaled loss."""
-        values = [value.node for values in self.assigned.values() for value in values]
-        return any(method(node) == "scale" and self.owner(node) in self.scalers for node in values)
+        every = [value.node for values in self.assigned.values() for value in values]
+        return any(method(node) == "scale" and self.owner(node) in self.scalers for node in every)
 
     @cached_property
     def optimizers(self) -> set[str]:
         """Optimizers: made by an optimizer's class, stepped or unscaled by a scaler, or named as one."""
-        found = self.made_by(OPTIMIZERS)
+        found = self._made_by(OPTIMIZERS)
         for call in self.calls:
             owner = self.owner(call)
             if method(call) in ("step", "unscale_") and owner in self.scalers and call.args:
                 found.add(self.key(call.args[0]))
-            elif method(call) == "first_step" or (method(call) in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner)):
+            elif method(call) in OPTIMIZER_METHODS[: len(OPTIMIZER_METHODS) if OPTIMIZER_NAME.search(owner) else 1]:
                 found.add(owner)
         return (found | {key for key, _ in self._of_others(found)}) - self.schedulers
 
@@ -425,7 +408,7 @@ class Script:
     def schedulers(self) -> set[str]:
         """Learning-rate schedulers: made by one of torch's classes or a ``get_..._schedule...``, or named as one."""
         steps = {self.owner(call) for call in self.calls if method(call) == "step"}
-        return self.made_by(SCHEDULERS) | set(filter(SCHEDULER_NAME.search, steps))
+        return self._made_by(PATTERNS["SCHEDULERS"]) | set(filter(SCHEDULER_NAME.search, steps))
 
     @cached_property
     def models(self) -> set[str]:

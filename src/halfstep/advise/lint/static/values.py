@@ -14,9 +14,6 @@ from halfstep.advise.lint.rule import PATTERNS, WORDS, Hit, check_of
 from halfstep.advise.lint.static.regions import Placed, all_sites, expressions, placed, value_at
 from halfstep.advise.lint.static.script import Function, Script, argument, method, stored, targets, walked
 
-SQUARED_ERROR = PATTERNS["SQUARED_ERROR"]
-FIXED = PATTERNS["FIXED"]
-
 
 def _differentiated(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
     return (found for found in expressions(script) if not found[1].place.no_grad)
@@ -104,7 +101,7 @@ def _hidden(script: Script) -> Iterator[Hit]:
         for inner in [n for branch in args[1:] for n in walked(branch)]:
             value = operand(script, inner, "log", "sqrt", "rsqrt")
             text = ast.unparse(value) if value is not None else ""
-            if text in tested and not FIXED.search(text):
+            if text in tested and not PATTERNS["FIXED"].search(text):
                 what = f"the gradient of `{ast.unparse(inner)}` is not finite where torch.where hides it"
                 yield Hit(node.lineno, what)
 
@@ -119,7 +116,7 @@ def _root_at_zero(script: Script) -> Iterator[Hit]:
             continue
         value = value_at(script, function, where, inner)
         summed = operand(script, value, "sum", "mean")
-        if isinstance(value, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(value)):
+        if isinstance(value, ast.Call) and PATTERNS["SQUARED_ERROR"].fullmatch(script.operator(value)):
             found = not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in value.keywords)
         else:
             power = value_at(script, function, where, summed) if summed is not None else None
@@ -175,15 +172,8 @@ def raised(script: Script, node: ast.expr | None) -> ast.expr | None:
 
 
 PRODUCTS = PATTERNS["PRODUCTS"]
-MAKING = PATTERNS["MAKING"]
-ZEROS = PATTERNS["ZEROS"]
-VIEWS = frozenset[str](WORDS["VIEWS"])
 KEEPING = frozenset[str](WORDS["KEEPING"])
-REDUCING = frozenset[str](WORDS["REDUCING"])
-LOSSES = PATTERNS["LOSSES"]
 BY_INDEX = PATTERNS["BY_INDEX"]
-LONG = PATTERNS["LONG"]
-
 LARGEST_FP16, LARGEST_FP32 = 65504.0, (2 - 2.0**-23) * 2.0**127
 ROUNDS_TO_ZERO = 2.0**-25  # the largest number that fp16 rounds to 0: half of its smallest subnormal, 2**-24
 ROUNDS_TO_ONE = {"fp16": 1 - 2.0**-12, "bf16": 1 - 2.0**-9}  # format -> the smallest number that it rounds to 1
@@ -219,8 +209,9 @@ class _Formats:
                 return self.of(node.left, where) if self.bare(where) else ""
             sides = {self.of(side, where) for side in (node.left, node.right) if not self.script.is_number(side)}
             return sides.pop() if len(sides) == 1 else ""
-        if isinstance(node, (ast.Subscript, ast.UnaryOp)) or (isinstance(node, ast.Attribute) and node.attr in VIEWS):
-            return self.of(node.operand if isinstance(node, ast.UnaryOp) else node.value, where)
+        match node:
+            case ast.Subscript(value=of) | ast.UnaryOp(operand=of) | ast.Attribute(value=of, attr="T" | "mT" | "data"):
+                return self.of(of, where)
         if not isinstance(node, ast.Call):
             return ""
         called = self.script.called(node)
@@ -232,12 +223,12 @@ class _Formats:
         if form := self.script.low_format(node):
             return form
         given = argument(node, None, "dtype")
-        if MAKING.fullmatch(called):
+        if PATTERNS["MAKING"].fullmatch(called):
             return form if (form := self.script.format_of(given)) in ("fp16", "bf16") else ""
         if method(node) in ("to", "type_as") and not of_torch and (node.args or given):
             like = given or node.args[0]
             return self.of(like.value if isinstance(like, ast.Attribute) and like.attr == "dtype" else like, where)
-        keeping = KEEPING | REDUCING if self.bare(where) else KEEPING
+        keeping = KEEPING.union(WORDS["REDUCING"]) if self.bare(where) else KEEPING
         if method(node) in keeping and isinstance(node.func, ast.Attribute):
             operands = node.args[:1] if of_torch else [node.func.value]
             return self.of(operands[0], where) if operands and given is None else ""
@@ -249,7 +240,7 @@ class _Formats:
             parts = [pair for target in statement.targets for pair in _pairs(target, statement.value)]
             forms = {part.id: self.of(value, where) for part, value in parts if isinstance(part, ast.Name)}
             self.known |= dict.fromkeys(stored(*statement.targets), "") | forms
-            zeros = [n for n in forms if ZEROS.fullmatch(self.script.called(statement.value))]
+            zeros = [n for n in forms if PATTERNS["ZEROS"].fullmatch(self.script.called(statement.value))]
             self.sums |= dict.fromkeys(zeros, len(where.place.loops))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             self.known.pop(statement.target.id, None)
@@ -358,7 +349,7 @@ def _low_squares(script: Script) -> Iterator[Hit]:
 
 def _loss(script: Script, node: ast.AST) -> str:
     name = script.operator(node) if isinstance(node, ast.Call) and node.args else ""
-    return name if LOSSES.fullmatch(name) else ""
+    return name if PATTERNS["LOSSES"].fullmatch(name) else ""
 
 
 @check_of("HS046")
@@ -410,5 +401,5 @@ def _low_counts(script: Script) -> Iterator[Hit]:
         if isinstance(made, ast.Call) and script.called(made) == "torch.arange":
             form = script.low_format(node) or script.format_of(argument(made, None, "dtype"))
             text = " ".join(ast.unparse(value_at(script, function, where, end)) for end in made.args)
-            if form in ("fp16", "bf16") and LONG.search(text):
+            if form in ("fp16", "bf16") and PATTERNS["LONG"].search(text):
                 yield Hit(node.lineno, f"`{ast.unparse(made)}` is counted in {form}")

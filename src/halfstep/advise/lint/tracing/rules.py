@@ -54,10 +54,8 @@ for code, place, wrong, text in OF_WEIGHTS:
 @check_of("HS103")
 def _foreign(trace: Trace) -> Iterator[Hit]:
     if trace.foreign:
-        what = (
-            f"{type(trace.optimizer).__name__} has {len(trace.foreign)} tensors that are no parameters of the model: "
-        )
-        yield place_of(trace.task.optimizer, what + "; ".join(trace.foreign[:2]))
+        has = f"{type(trace.optimizer).__name__} has {len(trace.foreign)} tensors that are no parameters of the model"
+        yield place_of(trace.task.optimizer, f"{has}: {'; '.join(trace.foreign[:2])}")
 
 
 @check_of("HS105")
