@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 POLICY = "mixed"  # what a task is traced under, unless it is told
 IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
 FUNCTION = re.compile(r"(.*\.py):[^\W\d]\w*", re.DOTALL)  # the target that is a function of a file
-
 LEFT_OUT = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
 """Folders below a target that hold other people's code; those whose name begins with a dot are left out too."""
 

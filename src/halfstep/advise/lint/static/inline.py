@@ -1,8 +1,9 @@
 """Functions of a file put in the place of their calls, so that rules see one training step in one function.
 
 ``model, optimizer = make()`` becomes the statements of `make` with the names of its results, and a parameter becomes
-the argument; lines stay those of the function. This is done with functions, and with methods that a class calls of
-itself, which are defined once and have nothing behind a return, where they are called whenever the statement runs.
+the argument; lines stay those of the function. This is done with functions, methods that a class calls of itself and
+those of objects that one class of the file makes. They are defined once, have nothing behind a return, and are called
+whenever the statement runs.
 """
 
 import ast
@@ -21,7 +22,6 @@ PERHAPS = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.Dic
 """Expressions of which some parts are not computed once."""
 
 ENTERED = re.compile(r"(^|\.)(no_grad|inference_mode|autocast)\b")  # decorators, entered like a block
-
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -49,10 +49,9 @@ def inlined(tree: ast.Module) -> ast.Module:
     tree.body = walk.block(tree.body, set())
     nodes = list(ast.walk(tree))
     named = {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
-    for owner in nodes:
-        if isinstance(owner, (ast.Module, *DEFINITIONS)):
-            kept = [s for s in owner.body if getattr(s, "name", "") not in walk.done - named or _is_epoch(s)]
-            owner.body = kept or [ast.Pass()]
+    for owner in [node for node in nodes if isinstance(node, (ast.Module, *DEFINITIONS))]:
+        kept = [s for s in owner.body if getattr(s, "name", "") not in walk.done - named or _is_epoch(s)]
+        owner.body = kept or [ast.Pass()]
     return tree
 
 

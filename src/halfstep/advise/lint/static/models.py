@@ -14,7 +14,6 @@ from halfstep.advise.lint.static.values import PRODUCTS, ROUNDS_TO_ZERO
 PRECISE_BEHIND = PATTERNS["PRECISE_BEHIND"]
 WRAPPERS = PATTERNS["WRAPPERS"]
 FRAMEWORKS: dict[str, str] = WORDS["FRAMEWORKS"]
-IN_FP16 = PATTERNS["IN_FP16"]
 
 
 def _around_loop(site: Site, script: Script) -> bool:
@@ -492,7 +491,7 @@ def _managed(script: Script) -> Iterator[tuple[str, Site, set[Function]]]:
     for by, text in texts if len(texts) == 1 and not script.scalers else ():
         every = [s for s in all_sites(script) if getattr(s.function, "name", "") != "backward"]  # a hook of Lightning
         calls = {s.function for s in every if method(s.call) in ("backward", "manual_backward") and s.call.args}
-        yield from ((by, site, calls) for site in every if IN_FP16.fullmatch(text))
+        yield from ((by, site, calls) for site in every if PATTERNS["IN_FP16"].fullmatch(text))
 
 
 @check_of("HS066")

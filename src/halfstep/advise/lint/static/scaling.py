@@ -14,7 +14,6 @@ from halfstep.advise.lint.static.script import SCALERS, Script, argument, method
 SKIPS = PATTERNS["SKIPS"]
 LOW = re.compile(r"float16(?!\w)|\bhalf\b|fp16")
 FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
 WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
 STEPS = ("step", "scaler_step", "escape")
 UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})  # behind them no scale is known
@@ -157,8 +156,7 @@ def _never_scaled(path: Sequence[Op], some: bool) -> Verdicts:
 
 @on_paths("HS008")
 def _update_between(path: Sequence[Op]) -> Verdicts:
-    scaled, updated = set[str](), set[str]()  # scalers by which a loss was scaled; those updated since
-    stepped: set[str] = set()
+    scaled, updated, stepped = set[str](), set[str](), set[str]()  # scalers of a loss, those updated since; optimizers
     for op in path:
         if op.kind in ("scale", "scaled_backward"):
             scaled, updated, stepped = scaled | {op.scaler}, updated - {op.scaler}, set()
@@ -177,8 +175,7 @@ def _update_between(path: Sequence[Op]) -> Verdicts:
 def _closure(script: Script) -> Iterator[Hit]:
     for call in script.calls:
         if method(call) == "step" and script.scalers.get(owner := script.owner(call)) == "torch":
-            named = any(keyword.arg == "closure" for keyword in call.keywords)
-            if named or (len(call.args) == 2 and not isinstance(call.args[1], ast.Starred)):
+            if argument(call, 1, "closure") is not None:
                 yield Hit(call.lineno, f"`{owner}.step` is given a closure")
 
 
@@ -323,12 +320,9 @@ def _scaler_without(script: Script) -> Iterator[Hit]:
                 low = "bf(loat)?16" if isinstance(asked, (ast.Eq, ast.Is)) else r"(\b|_)(fp|float)16"
                 if re.search(rf"{low}\W*$", ast.unparse(other)):
                     yield Hit(call.lineno, "the scaler is on for bf16, and off for fp16")
-    if LOW.search(script.text.replace("bfloat16", "")):
-        return
     formats = {region.dtype for call in script.calls if (region := region_of(script, call)) is not None}
-    for call in script.calls if formats == {"bf16"} else ():
-        enabled = argument(call, None, "enabled")
-        on = enabled is None or (isinstance(enabled, ast.Constant) and enabled.value)
+    for call in script.calls if formats == {"bf16"} and not LOW.search(script.text.replace("bfloat16", "")) else ():
+        on = not re.search("enabled=(?!True)", ast.unparse(call))
         if on and not call.args[1:] and SCALERS.fullmatch(name := script.called(call)) and "torch" in name:
             yield Hit(call.lineno, "every region of the file is bf16, and a loss is scaled")
 
@@ -403,9 +397,7 @@ def _raises_instead(script: Script) -> Iterator[Hit]:
 
 def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
     """Yield the operations of a kind between a scaled backward pass and the scaler's step, unless it unscales."""
-    scaler = ""
-    unscaled: set[str] = set()
-    waiting: list[tuple[Op, bool]] = []
+    scaler, unscaled, waiting = "", set[str](), list[tuple[Op, bool]]()
     behind = UNKNOWN if kind == "clip" else UNKNOWN - {"grads"}
     for op in path:
         if op.kind == "scaled_backward":
@@ -455,10 +447,9 @@ def _clipped_scaled(script: Script) -> Iterator[Hit]:
     if not scaled or len(scaled) < len(backwards) or re.search("unscale|get_scale", script.text):
         return
     for site in all_sites(script):  # a callback: the file unscales nowhere, and each of its losses is scaled
-        name = getattr(site.function, "name", "")
-        others = {method(s.call) for s in sites(script, site.function)}
-        used = script.text.count(name) > 1 and not others & {"backward", "step"}
-        if name and used and CLIPPING.fullmatch(script.called(site.call)) and "inf" not in ast.unparse(site.call):
+        name, others = getattr(site.function, "name", ""), {method(s.call) for s in sites(script, site.function)}
+        used = name and script.text.count(name) > 1 and not others & {"backward", "step"}
+        if used and CLIPPING.fullmatch(script.called(site.call)) and "inf" not in ast.unparse(site.call):
             yield Hit(site.call.lineno, CLIPPED.format(next(iter(script.scalers))))
 
 
@@ -489,8 +480,7 @@ def _never_cleared(script: Script) -> Iterable[Hit]:
 
 
 def _accumulates(path: Sequence[Op]) -> Verdicts:
-    stepped: set[str] = set()
-    backward = False
+    stepped, backward = set[str](), False
     for op in path:
         if op.kind in ("scaled_backward", "plain_backward"):
             backward = True
@@ -507,7 +497,7 @@ def _accumulates(path: Sequence[Op]) -> Verdicts:
 @check_of("HS035")
 def _cleared_if_finite(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree) if script.uses_torch else ():
-        clears = {n for n in walked(node) if method(n) == "zero_grad"} if isinstance(node, LOOPS) else ()
+        clears = {n for n in walked(node) if method(n) == "zero_grad"} if isinstance(node, ast.For | ast.While) else ()
         for choice in [n for n in walked(node) if isinstance(n, ast.If) and not n.orelse and clears]:
             test, inside = script.constant(choice.test), {n for statement in choice.body for n in walked(statement)}
             called = set(map(method, inside))

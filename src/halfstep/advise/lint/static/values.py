@@ -249,8 +249,7 @@ class _Formats:
 @lru_cache(maxsize=256)
 def _around(script: Script) -> str:
     """Return the format of the regions in which a file calls all of its modules, as far as they are known; else ""."""
-    own = [s for s in all_sites(script) if getattr(s.function, "name", "") != "forward"]
-    called = [(s, script.called(s.call)) for s in own]
+    called = [(s, script.called(s.call)) for s in all_sites(script) if getattr(s.function, "name", "") != "forward"]
     formats = {s.place.low for s, name in called if name in script.models or script.makers(name) & script.classes}
     return formats.pop() if len(formats) == 1 else ""
 

@@ -138,7 +138,6 @@ def _raises(trace: Trace) -> Iterator[Hit]:
 
 
 Found = Iterator[tuple[TracedCall, str]]
-
 LAYERS, GUARDS = frozenset[str](WORDS["LAYERS"]), frozenset[str](WORDS["GUARDS"])
 SMALL = 8  # sizes below this belong to data (channels, coordinates); padding them is not for the model to decide
 

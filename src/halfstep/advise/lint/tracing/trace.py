@@ -33,7 +33,6 @@ INFINITE_DERIVATIVE = "infinite derivative"  # an argument where the operator's 
 NOT_FINITE = "not finite"  # a result with inf or nan from finite arguments
 CAST_OVERFLOW = "cast overflow"  # a cast to a low format that makes inf of finite numbers
 ROUNDED_INTEGERS = "rounded integers"  # whole numbers, as positions, of which a low format makes different ones equal
-
 BOUNDARY = {"sqrt": 0.0, "acos": 1.0, "asin": 1.0}  # operator -> magnitude at which its derivative is infinite
 MASKS = frozenset({"masked_fill", "masked_scatter", "where", "pad", "to", "cat", "stack", "full_like"})
 OF_POSITIONS = frozenset({"matmul", "mm", "bmm", "mul", "einsum", "outer", "linear", "to"})
