@@ -195,7 +195,7 @@ def step(model, optimizer, x, y, loss_scale=128.0):
     optimizer.zero_grad()
 """, "    optimizer.step()", "    for p in model.parameters():\n        p.grad.div_(loss_scale)\n    optimizer.step()"),
 }  # fmt: skip
-"""What is written -> (the code of the rule that finds it, the script, what is replaced in the right one, and by what)."""
+"""What is written -> (the code of the rule that finds it, the script, what is replaced in the right one, by what)."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -51,12 +51,8 @@ def lint(
         >>> hs.lint(task, policy=hs.Policy.of("mixed", dtype="bf16"))
         []
     """
-    check(
-        "hs.lint",
-        LintError,
-        target=(target, PATH | Kind("an hs.Task", lambda one: isinstance(one, hs.Task))),
-        ignore=(ignore, listed(TEXT, "a list of codes of rules")),
-    )
+    targets = PATH | Kind("an hs.Task", lambda one: isinstance(one, hs.Task))
+    check("hs.lint", LintError, target=(target, targets), ignore=(ignore, listed(TEXT, "a list of codes of rules")))
     left_out = {rule_of(code).code for code in ignore}
     if policy != POLICY:
         policy = hs.Policy.of(policy)

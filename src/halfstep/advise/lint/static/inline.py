@@ -58,7 +58,7 @@ def inlined(tree: ast.Module) -> ast.Module:
 def _of_objects(nodes: list[ast.AST], methods: dict[str, dict[str, ast.FunctionDef]]) -> dict[str, ast.FunctionDef]:
     """Return the methods of objects that are made by one class of the file, or annotated as such, with their name."""
     made: dict[str, set[str]] = {}
-    for node in nodes:
+    for node in nodes if methods else ():
         match node:
             case ast.Assign([ast.Name() | ast.Attribute() as target], value):
                 made.setdefault(ast.unparse(target), set()).add(getattr(getattr(value, "func", None), "id", ""))
@@ -66,8 +66,8 @@ def _of_objects(nodes: list[ast.AST], methods: dict[str, dict[str, ast.FunctionD
                 made.setdefault(key, set()).add(name)
     found = {}
     for key, names in made.items():
-        owner = ast.parse(key, mode="eval").body
         for name, one in methods.get(min(names), {}).items() if len(names) == 1 else ():
+            owner = ast.parse(key, mode="eval").body
             place = name.replace("self", key, 1).removesuffix(".__call__")
             args = ast.arguments(**dict(ast.iter_fields(one.args)))
             args.kwonlyargs, args.kw_defaults = [*args.kwonlyargs, ast.arg("self")], [*args.kw_defaults, owner]

@@ -117,12 +117,11 @@ def _device(script: Script) -> Iterator[Hit]:
         if region is None or region.library != "torch" or re.search(r"(cuda|cpu)\.amp", script.called(node)):
             continue
         device = argument(region.node, 0, "device_type")
-        value = script.constant(device)
         if device is None and "*" not in ast.unparse(region.node):
             yield Hit(region.node.lineno, "torch.autocast is given no device type")
         elif region.device != region.device.lower() or region.device.partition(":")[0] in WORDS["NO_DEVICE_TYPES"]:
             yield Hit(region.node.lineno, f"torch has no device type {region.device!r}")
-        elif device is not None and value is not None and script.called(value) == "torch.device":
+        elif device is not None and script.called(script.constant(device)) == "torch.device":
             yield Hit(region.node.lineno, f"`{ast.unparse(device)}` is a torch.device, and autocast takes its `.type`")
     for inside, site in in_torch_regions(script):
         name = script.called(site.call)
@@ -237,8 +236,7 @@ def _half(script: Script) -> Iterator[Hit]:
 def _eps(script: Script) -> Iterator[Hit]:
     for model, _, form, optimizer, made in _low_models(script):
         if form == "fp16" and script.called(made).rpartition(".")[2] in WORDS["WITH_EPS"]:
-            given = argument(made, None, "eps")
-            match script.constant(given) if given is not None else ast.Constant(1e-8):
+            match script.constant(argument(made, None, "eps") or ast.Constant(1e-8)):
                 case ast.Constant(value=float(eps)) if 0 < eps <= ROUNDS_TO_ZERO:
                     yield Hit(made.lineno, f"eps={eps:g} of `{optimizer}` is 0 in fp16, the format of `{model}`")
 

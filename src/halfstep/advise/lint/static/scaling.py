@@ -149,7 +149,7 @@ def _never_scaled(path: Sequence[Op], some: bool) -> Verdicts:
         elif op.kind in UNKNOWN or (some and op.kind in ("scaled_backward", "zero", "iteration", "step")):
             yield from [(backward, "")] if backward and op.kind == "step" else ()
             backward = None
-        elif op.kind == "scaler_step" and backward:
+        elif op.kind == "scaler_step" and backward and "closure" not in ast.unparse(op.call):
             why = "it is not scaled" if some else "the file scales no loss"
             yield backward, f"`{backward.target}.backward()` before `{plain(op.scaler)}.step`, and {why}"
 
@@ -221,8 +221,9 @@ def saved(script: Script) -> Iterator[int]:
         if any(is_call(script, n, script.optimizers, "state_dict") for n in nodes):
             yield call.lineno
     loops = any(isinstance(n, ast.DictComp) and method(n.value) == "state_dict" for n in walked(script.tree))
-    for node in walked(script.tree) if loops and saves else ():  # {name: part.state_dict() for name, part in parts}
-        given = [k.value for k in node.keywords] if script.called(node) in script.classes else []  # type: ignore[attr-defined]
+    own = script.classes | script.mentions.keys() if loops and saves else set[str]()
+    for node in walked(script.tree) if own else ():  # {name: part.state_dict() for name, part in parts.items()}
+        given = [k.value for k in node.keywords] if script.called(node) in own else []  # type: ignore[attr-defined]
         parts = set(map(script.key, node.values if isinstance(node, ast.Dict) else given))
         if len(parts) > 1 and parts & script.optimizers and not parts & script.scalers.keys():
             yield node.lineno  # type: ignore[attr-defined]
@@ -295,8 +296,7 @@ def is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -
 @check_of("HS014")
 def _fp16_without(script: Script) -> Iterator[Hit]:
     made = [ast.unparse(call) for call in script.calls if SCALERS.fullmatch(script.called(call))]
-    off = made and all("enabled=False" in call for call in made)
-    if PATTERNS["OTHER_SCALING"].search(script.text) and not off:
+    if PATTERNS["OTHER_SCALING"].search(script.text) and not (made and all("enabled=False" in c for c in made)):
         return
     forwards = [s for s in all_sites(script) if getattr(s.function, "name", "") == "forward"]
     inside = [r for s in forwards if (r := s.place.torch_region) is not None and r.enabled and not s.place.no_grad]
@@ -497,8 +497,9 @@ def _accumulates(path: Sequence[Op]) -> Verdicts:
 @check_of("HS035")
 def _cleared_if_finite(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree) if script.uses_torch else ():
-        clears = {n for n in walked(node) if method(n) == "zero_grad"} if isinstance(node, ast.For | ast.While) else ()
-        for choice in [n for n in walked(node) if isinstance(n, ast.If) and not n.orelse and clears]:
+        inner = walked(node) if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) else ()
+        clears = {n for n in inner if method(n) == "zero_grad"}
+        for choice in [n for n in inner if isinstance(n, ast.If) and not n.orelse and clears]:
             test, inside = script.constant(choice.test), {n for statement in choice.body for n in walked(statement)}
             called = set(map(method, inside))
             if "step" in called and "backward" not in called and clears <= inside and test and _finite(test):

@@ -218,20 +218,26 @@ class Script:
     def _value(self, node: ast.expr | None) -> ast.expr | None:
         match node:
             case ast.Subscript(table, key) | ast.Call(ast.Attribute(table, "get"), [key, *_]):
-                table, key = self.constant(table), self.constant(key)
-                pairs = zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ()
-                return next((v for k, v in pairs if k and key and ast.unparse(k) == ast.unparse(key)), None)
+                items = self.constant(table) if isinstance(table, (ast.Name, ast.Attribute, ast.Dict)) else None
+                pairs = zip(items.keys, items.values, strict=True) if isinstance(items, ast.Dict) else ()
+                return next(
+                    (v for k, v in pairs if k and ast.unparse(k) == ast.unparse(self.constant(key) or key)), None
+                )
             case ast.Name(id=name) if name in self.given:
                 return self.given[name]
             case ast.Attribute(value=owner, attr=name) if self.is_parsed(owner):
                 added = [c for c in self.calls if method(c) == "add_argument"]
                 made = [c for c in added if f"'__{name}'" in ast.unparse(c).replace("-", "_")]
                 return argument(made[0], None, "default") if made else None
-            case ast.Name() | ast.Attribute() if (key := self.own(self.key(node))) not in self._arguments:
-                values = self.assigned.get(key, [])
-                one = len({ast.unparse(v.node) for v in values}) == 1  # code that is put in places stands twice
-                return values[0].node if one and values[0].index is None else None
+            case ast.Name() | ast.Attribute() if (name := self.own(self.key(node))) not in self._arguments:
+                return self._single.get(name)
         return None
+
+    @cached_property
+    def _single(self) -> dict[str, ast.expr]:
+        every = {key: [v.node for v in vs] for key, vs in self.assigned.items() if all(v.index is None for v in vs)}
+        # code that is put in the place of calls stands twice
+        return {k: n[0] for k, n in every.items() if len(n) == 1 or len(set(map(ast.unparse, n))) == 1}
 
     def own(self, key: str) -> str:
         """Return an attribute as its class, if that is of the file, has it: ``self.shadow`` of ``ema.shadow``."""
@@ -274,7 +280,7 @@ class Script:
         makers = {id(m): c.name for c in walked(self.tree) if isinstance(c, ast.ClassDef) for m in c.body}
         found: dict[str, list[ast.expr | None]] = {}
         for one in self.definitions:
-            args, of = one.args, calls.get(makers[id(one)] if one.name == "__init__" else one.name, [])
+            args, of = one.args, calls.get(makers.get(id(one), "") if one.name == "__init__" else one.name, [])
             every = [*args.posonlyargs, *args.args]
             values = [*[None] * (len(every) - len(args.defaults)), *args.defaults, *args.kw_defaults]
             first = int(bool(every) and every[0].arg in ("self", "cls"))
@@ -311,7 +317,7 @@ class Script:
 
     def format_of(self, node: ast.expr | None) -> str:
         """Return "fp16", "bf16", "fp32" or "fp64" for an expression that is such a dtype; "" if it is not known."""
-        return WORDS["FORMATS"].get(self.name(self.constant(node)), "")
+        return str(WORDS["FORMATS"].get(self.name(self.constant(node)), ""))
 
     def low_format(self, call: ast.AST) -> str:
         """Return "fp16" or "bf16" if a call is ``x.half()``, ``x.bfloat16()`` or ``x.to(torch.float16)``, else ""."""

@@ -94,8 +94,8 @@ def _eps(trace: Trace) -> Iterator[Hit]:
         eps = group.get("eps")
         if not trace.generic or group.get("fused") or not isinstance(eps, float) or eps <= 0.0:
             continue
-        lost = [w for w in _stepped(trace, group) if not w.precise]
-        lost = [w for w in lost if eps <= format_of(w.stored).smallest_subnormal / 2]
+        low = [w for w in _stepped(trace, group) if not w.precise]
+        lost = [w for w in low if eps <= format_of(w.stored).smallest_subnormal / 2]
         if lost:
             form = format_of(lost[0].stored)
             what = f"eps={eps:g} of {type(trace.optimizer).__name__} is 0 in {form.name}, the format of its "
