@@ -221,8 +221,8 @@ def saved(script: Script) -> Iterator[int]:
         if any(is_call(script, n, script.optimizers, "state_dict") for n in nodes):
             yield call.lineno
     loops = any(isinstance(n, ast.DictComp) and method(n.value) == "state_dict" for n in walked(script.tree))
-    own = script.classes | script.mentions.keys() if loops and saves else set[str]()
-    for node in walked(script.tree) if own else ():  # {name: part.state_dict() for name, part in parts.items()}
+    own = script.classes | script.mentions.keys()
+    for node in walked(script.tree) if loops and saves else ():  # {name: part.state_dict() for name, part in parts}
         given = [k.value for k in node.keywords] if script.called(node) in own else []  # type: ignore[attr-defined]
         parts = set(map(script.key, node.values if isinstance(node, ast.Dict) else given))
         if len(parts) > 1 and parts & script.optimizers and not parts & script.scalers.keys():

@@ -194,10 +194,6 @@ class _Formats:
         """Return the format of the region around a statement; of a forward that is in none, of those that call it."""
         return where.place.low if where.place.regions else self.around
 
-    def bare(self, where: Placed) -> bool:
-        """Return whether a statement is in no region for certain, so that all operators keep their format."""
-        return self.alone and not where.place.regions
-
     def of(self, node: ast.AST, where: Placed) -> str:
         """Return "fp16" or "bf16" for an expression that has this format for certain, else ""."""
         if isinstance(node, ast.Name):
@@ -206,7 +202,7 @@ class _Formats:
             if isinstance(node.op, ast.MatMult):
                 return self.low(where)
             if isinstance(node.op, ast.Pow):
-                return self.of(node.left, where) if self.bare(where) else ""
+                return self.of(node.left, where) if self.alone and not where.place.regions else ""
             sides = {self.of(side, where) for side in (node.left, node.right) if not self.script.is_number(side)}
             return sides.pop() if len(sides) == 1 else ""
         match node:
@@ -228,7 +224,7 @@ class _Formats:
         if method(node) in ("to", "type_as") and not of_torch and (node.args or given):
             like = given or node.args[0]
             return self.of(like.value if isinstance(like, ast.Attribute) and like.attr == "dtype" else like, where)
-        keeping = KEEPING.union(WORDS["REDUCING"]) if self.bare(where) else KEEPING
+        keeping = KEEPING.union(WORDS["REDUCING"]) if self.alone and not where.place.regions else KEEPING
         if method(node) in keeping and isinstance(node.func, ast.Attribute):
             operands = node.args[:1] if of_torch else [node.func.value]
             return self.of(operands[0], where) if operands and given is None else ""
@@ -341,7 +337,8 @@ def _lost_constant(script: Script) -> Iterator[Hit]:
 def _low_squares(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
         inner = operand(script, node, "mean", "sum")
-        base = squared(script, inner) or (raised(script, inner) if formats.bare(where) else None)
+        bare = formats.alone and not where.place.regions
+        base = squared(script, inner) or (raised(script, inner) if bare else None)
         if base is not None and formats.of(base, where) == "fp16":
             yield Hit(node.lineno, f"`{ast.unparse(node)}` squares fp16 values")
 
