@@ -65,15 +65,12 @@ def _missed() -> str:
     *first, last = (f"{n['found']} of {n['scripts']} ({n['recall']:.0%})" for n in blind.values())
     wrong, right = (sum(n[name] for n in blind.values()) for name in ("wrong", "right"))
     unseen = "; ".join(kind.split(", ")[0] for kind in blind["seventh"]["missed"])
-    claimed, named = (sum(blind[name]["claimed"][key] for name in ("fourth", "fifth")) for key in ("found", "scripts"))
     return (
         "In scripts its rules were not written for, it finds about half of the mistakes: "
         f"{', '.join(first)} and {last} in seven sets, each scored before its misses were cured; the authors of the "
-        "last five had seen no rule. The fifth was scored behind the changes for the fourth, and the seventh "
-        f"({blind['seventh']['before']['found']} before) behind those for the sixth, by the author of both. Of kinds "
-        f"that the tables below name the fourth and fifth have {named}, of which {claimed} were "
-        f"found. {wrong} of {wrong + right} findings {'was' if wrong == 1 else 'were'} wrong. "
-        f"The seventh set missed: {unseen}.\n\n"
+        "last five had seen no rule. The fifth was scored behind the changes for the fourth, the seventh "
+        f"({blind['seventh']['before']['found']} before) behind those for the sixth, by their author. "
+        f"{wrong} of {wrong + right} findings {'was' if wrong == 1 else 'were'} wrong. The last missed: {unseen}.\n\n"
         f"Today it finds the mistake in {shares['both']} scripts, in {shares['held out']} of those "
         f"held out. {both['wrong']} of {both['right'] + both['wrong']} findings are wrong. "
         f"Missed: {'; '.join(missed) or 'none of these kinds'}."
