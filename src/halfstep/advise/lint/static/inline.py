@@ -61,7 +61,8 @@ def _of_objects(nodes: list[ast.AST], methods: dict[str, dict[str, ast.FunctionD
     for node in nodes if methods else ():
         match node:
             case ast.Assign([ast.Name() | ast.Attribute() as target], value):
-                made.setdefault(ast.unparse(target), set()).add(getattr(getattr(value, "func", None), "id", ""))
+                key = target.id if isinstance(target, ast.Name) else ast.unparse(target)
+                made.setdefault(key, set()).add(getattr(getattr(value, "func", None), "id", ""))
             case ast.arg(arg=key, annotation=ast.Name(id=name)):
                 made.setdefault(key, set()).add(name)
     found = {}

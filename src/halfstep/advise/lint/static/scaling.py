@@ -271,7 +271,7 @@ def _by_hand(script: Script) -> Iterator[Hit]:
         loss = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "backward" else None
         for made in [loss, *script.values(script.key(loss))] if loss is not None else ():
             match made:
-                case ast.BinOp(op=ast.Mult(), right=ast.Name() | ast.Attribute() as right) if not call.args:
+                case ast.BinOp(op=ast.Mult(), right=right) if isinstance(script.constant(right), ast.Constant):
                     name = script.key(right).rpartition(".")[2]
                     lines = [line for line in script.text.splitlines() if not re.search(r"print|\blog", line)]
                     used = re.compile(rf"(/=? *|[(,] *|\w=)([\w.]+\.)?{name}\b(?! *=)")  # divides, or is given away

@@ -48,14 +48,13 @@ def targets(node: ast.AST) -> list[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else []
 
 
-def calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls in `node` in the order in which they are made, without those in functions it defines."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from calls_in(child)
-    if isinstance(node, ast.Call):
-        yield node
+@lru_cache(maxsize=16384)
+def calls_in(node: ast.AST) -> tuple[ast.Call, ...]:
+    """Return the calls in `node` in the order in which they are made, without those in functions it defines."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Name, ast.Constant)):
+        return ()
+    inner = [call for child in ast.iter_child_nodes(node) for call in calls_in(child)]
+    return (*inner, node) if isinstance(node, ast.Call) else tuple(inner)
 
 
 def argument(call: ast.Call, index: int | None, name: str) -> ast.expr | None:
@@ -225,7 +224,7 @@ class Script:
                 )
             case ast.Name(id=name) if name in self.given:
                 return self.given[name]
-            case ast.Attribute(value=owner, attr=name) if self.is_parsed(owner):
+            case ast.Attribute(value=owner, attr=name) if self.parsed and self.key(owner) in self.parsed:
                 added = [c for c in self.calls if method(c) == "add_argument"]
                 made = [c for c in added if f"'__{name}'" in ast.unparse(c).replace("-", "_")]
                 return argument(made[0], None, "default") if made else None
@@ -244,9 +243,10 @@ class Script:
         owner, _, name = key.rpartition(".")
         return f"self.{name}" if key not in self.assigned and self.makers(owner) & self.classes else key
 
-    def is_parsed(self, owner: ast.expr) -> bool:
-        """Return whether an object has the options of a command line."""
-        return any("parse_args" in made for made in self.makers(self.key(owner)))
+    @cached_property
+    def parsed(self) -> set[str]:
+        """The objects that have the options of a command line."""
+        return {key for key in self.assigned if any("parse_args" in made for made in self.makers(key))}
 
     def results(self, node: ast.expr) -> list[ast.expr]:
         """Return the values that an expression may have: those of its name, and what a function of the file returns."""
@@ -287,7 +287,7 @@ class Script:
             for index, (arg, value) in enumerate(zip([*every, *args.kwonlyargs], values, strict=True), -first):
                 place = index if 0 <= index < len(every) - first else None
                 given = [argument(call, place, arg.arg) or value for call in of] or [value]
-                same = len({v and ast.unparse(v) for v in given}) == 1
+                same = len(given) == 1 or len({v and ast.unparse(v) for v in given}) == 1
                 found.setdefault(arg.arg, []).append(given[0] if same else None)
         named = stored(self.tree)
         return {name: v[0] for name, v in found.items() if len(v) == 1 and v[0] is not None and name not in named}
@@ -306,7 +306,7 @@ class Script:
                 return name in ("len", "int", "float") or name.startswith("math.") or method(node) == "size"
             case ast.Subscript(value=ast.Attribute(attr="shape")):
                 return True
-            case ast.Attribute(value=owner) if self.is_parsed(owner):
+            case ast.Attribute(value=owner) if self.parsed and self.key(owner) in self.parsed:
                 return True
             case ast.Name() | ast.Attribute():
                 made = self.constant(node)
