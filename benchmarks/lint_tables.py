@@ -57,22 +57,20 @@ def _missed() -> str:
     found, blind = report["summary"], report["blind"]
     shares = {name: f"{n['found']} of {n['scripts']} ({n['recall']:.0%})" for name, n in found.items()}
     both, kinds = found["both"], found["both"]["missed"]
-    later = {name: found[name]["missed"] for name in ("third", "fourth", "fifth")}
+    later = {name: found[name]["missed"] for name in list(blind)[2:]}
     known = {kind for part in later.values() for kind in part}
     missed = [f"{k} ({', '.join(v)})" if v != ["file"] else k.split(", ")[0] for k, v in kinds.items()]
     missed = [text for text, kind in zip(missed, kinds, strict=True) if kind not in known]
     missed += [f"{len(part)} of the {name} set's" for name, part in later.items() if part]
     *first, last = (f"{n['found']} of {n['scripts']} ({n['recall']:.0%})" for n in blind.values())
     wrong, right = (sum(n[name] for n in blind.values()) for name in ("wrong", "right"))
-    unseen = "; ".join(kind.split(", ")[0] for kind in blind["fifth"]["missed"])
-    claimed, named = (sum(blind[name]["claimed"][key] for name in ("fourth", "fifth")) for key in ("found", "scripts"))
+    unseen = "; ".join(kind.split(", ")[0] for kind in blind["seventh"]["missed"])
     return (
         "In scripts its rules were not written for, it finds about half of the mistakes: "
-        f"{', '.join(first)} and {last} in five sets, each scored once before its misses were cured; the authors of "
-        "the last three had seen no rule. One wrote the last two before the rules were changed for the fourth, and the "
-        f"fifth was scored behind that. Of kinds that the tables below name they have {named}, of which {claimed} were "
-        f"found. {wrong} of {wrong + right} findings {'was' if wrong == 1 else 'were'} wrong. "
-        f"The fifth set missed: {unseen}.\n\n"
+        f"{', '.join(first)} and {last} in seven sets, each scored before its misses were cured; the authors of the "
+        "last five had seen no rule. The fifth was scored behind the changes for the fourth, the seventh "
+        f"({blind['seventh']['before']['found']} before) behind those for the sixth, by their author. "
+        f"{wrong} of {wrong + right} findings {'was' if wrong == 1 else 'were'} wrong. The last missed: {unseen}.\n\n"
         f"Today it finds the mistake in {shares['both']} scripts, in {shares['held out']} of those "
         f"held out. {both['wrong']} of {both['right'] + both['wrong']} findings are wrong. "
         f"Missed: {'; '.join(missed) or 'none of these kinds'}."

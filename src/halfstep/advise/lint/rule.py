@@ -135,7 +135,6 @@ class Rule(Mistake):
 
 
 RIGHT = ("FORWARD", "SCALED", "STEP", "UPDATE", "ZERO")
-
 DATA = packaged_toml("advise/lint/rules.toml")
 WORDS = packaged_toml("advise/lint/words.toml")
 PATTERNS = {name: re.compile(text) for name, text in WORDS["patterns"].items()}

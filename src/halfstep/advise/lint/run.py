@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from halfstep.tasks import Task
 
 POLICY = "mixed"  # what a task is traced under, unless it is told
-
 IGNORE = re.compile(r"#\s*halfstep:\s*ignore\[([A-Za-z0-9, ]+)\]")
-
 FUNCTION = re.compile(r"(.*\.py):[^\W\d]\w*", re.DOTALL)  # the target that is a function of a file
-
 LEFT_OUT = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
 """Folders below a target that hold other people's code; those whose name begins with a dot are left out too."""
 
@@ -54,12 +51,8 @@ def lint(
         >>> hs.lint(task, policy=hs.Policy.of("mixed", dtype="bf16"))
         []
     """
-    check(
-        "hs.lint",
-        LintError,
-        target=(target, PATH | Kind("an hs.Task", lambda one: isinstance(one, hs.Task))),
-        ignore=(ignore, listed(TEXT, "a list of codes of rules")),
-    )
+    targets = PATH | Kind("an hs.Task", lambda one: isinstance(one, hs.Task))
+    check("hs.lint", LintError, target=(target, targets), ignore=(ignore, listed(TEXT, "a list of codes of rules")))
     left_out = {rule_of(code).code for code in ignore}
     if policy != POLICY:
         policy = hs.Policy.of(policy)

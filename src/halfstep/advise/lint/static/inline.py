@@ -1,8 +1,9 @@
 """Functions of a file put in the place of their calls, so that rules see one training step in one function.
 
 ``model, optimizer = make()`` becomes the statements of `make` with the names of its results, and a parameter becomes
-the argument; lines stay those of the function. This is done with functions, and with methods that a class calls of
-itself, which are defined once and have nothing behind a return, where they are called whenever the statement runs.
+the argument; lines stay those of the function. This is done with functions, methods that a class calls of itself and
+those of objects that one class of the file makes. They are defined once, have nothing behind a return, and are called
+whenever the statement runs.
 """
 
 import ast
@@ -21,7 +22,6 @@ PERHAPS = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.Dic
 """Expressions of which some parts are not computed once."""
 
 ENTERED = re.compile(r"(^|\.)(no_grad|inference_mode|autocast)\b")  # decorators, entered like a block
-
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -41,18 +41,40 @@ def inlined(tree: ast.Module) -> ast.Module:
         bases = [methods.get(base.id, {}) for base in one.bases if isinstance(base, ast.Name)]
         methods[one.name] = {k: v for found in (*bases, own) for k, v in found.items()}
     walk = _Inliner()
+    known = plain | _of_objects(nodes, methods)
     for node in every:
-        walk.functions = {**plain, **methods.get(of_class.get(id(node), ""), {})}
+        walk.functions = {**known, **methods.get(of_class.get(id(node), ""), {})}
         node.body = walk.block(node.body, {node.name, f"self.{node.name}"})
-    walk.functions = plain
+    walk.functions = known
     tree.body = walk.block(tree.body, set())
     nodes = list(ast.walk(tree))
     named = {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
-    for owner in nodes:
-        if isinstance(owner, (ast.Module, *DEFINITIONS)):
-            kept = [s for s in owner.body if getattr(s, "name", "") not in walk.done - named or _is_epoch(s)]
-            owner.body = kept or [ast.Pass()]
+    for owner in [node for node in nodes if isinstance(node, (ast.Module, *DEFINITIONS))]:
+        kept = [s for s in owner.body if getattr(s, "name", "") not in walk.done - named or _is_epoch(s)]
+        owner.body = kept or [ast.Pass()]
     return tree
+
+
+def _of_objects(nodes: list[ast.AST], methods: dict[str, dict[str, ast.FunctionDef]]) -> dict[str, ast.FunctionDef]:
+    """Return the methods of objects that are made by one class of the file, or annotated as such, with their name."""
+    made: dict[str, set[str]] = {}
+    for node in nodes if methods else ():
+        match node:
+            case ast.Assign([ast.Name() | ast.Attribute() as target], value):
+                key = target.id if isinstance(target, ast.Name) else ast.unparse(target)
+                made.setdefault(key, set()).add(getattr(getattr(value, "func", None), "id", ""))
+            case ast.arg(arg=key, annotation=ast.Name(id=name)):
+                made.setdefault(key, set()).add(name)
+    found = {}
+    for key, names in made.items():
+        for name, one in methods.get(min(names), {}).items() if len(names) == 1 else ():
+            owner = ast.parse(key, mode="eval").body
+            place = name.replace("self", key, 1).removesuffix(".__call__")
+            args = ast.arguments(**dict(ast.iter_fields(one.args)))
+            args.kwonlyargs, args.kw_defaults = [*args.kwonlyargs, ast.arg("self")], [*args.kw_defaults, owner]
+            if one.name not in ("forward", "__init__", "first_step", "second_step"):  # which are known by their names
+                found[place] = ast.FunctionDef(one.name, args, one.body, [])
+    return found
 
 
 def _unguarded(statement: ast.stmt) -> list[ast.stmt]:

@@ -5,23 +5,15 @@ import re
 from collections.abc import Iterator
 
 from halfstep.advise.lint.rule import PATTERNS, WORDS, Hit, check_of
-from halfstep.advise.lint.static.paths import CLIPPING, MANAGERS, WINDOW, words
+from halfstep.advise.lint.static.paths import CLIPPING, MANAGERS, words
 from halfstep.advise.lint.static.regions import Region, Site, all_sites, in_torch_regions, region_of, sites
-from halfstep.advise.lint.static.scaling import assigned_in, is_call, loaded, saved
+from halfstep.advise.lint.static.scaling import WINDOW, assigned_in, is_call, loaded, saved
 from halfstep.advise.lint.static.script import OPTIMIZERS, Function, Script, argument, method, parameters_of, walked
 from halfstep.advise.lint.static.values import PRODUCTS, ROUNDS_TO_ZERO
 
-IN_PLACE = PATTERNS["IN_PLACE"]
-CROSS_ENTROPIES = frozenset[str](WORDS["CROSS_ENTROPIES"])
-NO_DEVICE_TYPES = frozenset[str](WORDS["NO_DEVICE_TYPES"])
-DEPRECATED = PATTERNS["DEPRECATED"]
 PRECISE_BEHIND = PATTERNS["PRECISE_BEHIND"]
-WITH_EPS = frozenset[str](WORDS["WITH_EPS"])
-REPLACES = PATTERNS["REPLACES"]
 WRAPPERS = PATTERNS["WRAPPERS"]
-AVERAGE_NAME = PATTERNS["AVERAGE_NAME"]
 FRAMEWORKS: dict[str, str] = WORDS["FRAMEWORKS"]
-IN_FP16 = PATTERNS["IN_FP16"]
 
 
 def _around_loop(site: Site, script: Script) -> bool:
@@ -29,8 +21,7 @@ def _around_loop(site: Site, script: Script) -> bool:
     region = site.place.torch_region
     if region is None or len(site.place.loops) <= region.loops or method(site.call) != "step":
         return False
-    cached = argument(region.node, None, "cache_enabled")
-    kept = not (isinstance(cached, ast.Constant) and not cached.value)
+    kept = "cache_enabled=False" not in ast.unparse(region.node)
     return kept and script.owner(site.call) in script.optimizers | script.scalers.keys()
 
 
@@ -57,19 +48,16 @@ def _no_grad(script: Script) -> Iterator[Hit]:
     first: dict[tuple[Region, str], int] = {}
     for region, site in in_torch_regions(script):
         name = script.called(site.call)
-        if name not in script.models:
-            continue
-        if site.place.no_grad:
+        if name in script.models and site.place.no_grad:
             first.setdefault((region, name), site.call.lineno)
-        elif (region, name) in first:
-            line = first.pop((region, name))
+        elif line := first.pop((region, name), 0):
             yield Hit(line, f"`{name}` runs without gradients, then with them in line {site.call.lineno} of one region")
 
 
 @check_of("HS023")
 def _cross_entropy(script: Script) -> Iterator[Hit]:
     for region, site in in_torch_regions(script):
-        if region.device != "cpu" and region.sure and script.operator(site.call) in CROSS_ENTROPIES:
+        if region.device != "cpu" and region.sure and script.operator(site.call) in WORDS["CROSS_ENTROPIES"]:
             yield Hit(site.call.lineno, "binary_cross_entropy in a region raises on CUDA")
 
 
@@ -84,7 +72,7 @@ def _not_entered(script: Script) -> Iterator[Hit]:
 def _in_place(script: Script) -> Iterator[Hit]:
     for _, site in in_torch_regions(script):
         name, called = method(site.call), script.called(site.call)
-        if IN_PLACE.fullmatch(name):
+        if PATTERNS["IN_PLACE"].fullmatch(name):
             yield Hit(site.call.lineno, f"`{name}` writes in place, and autocast leaves such operators alone")
         elif name and argument(site.call, None, "out") is not None and PRODUCTS.fullmatch(called):
             yield Hit(site.call.lineno, f"`{called}` with out=, which autocast leaves alone")
@@ -94,7 +82,8 @@ def _in_place(script: Script) -> Iterator[Hit]:
 def _replicas(script: Script) -> Iterator[Hit]:
     for region, site in in_torch_regions(script):
         name = script.called(site.call)
-        if region.dtype == "bf16" and region.device == "cuda" and script.makers(name) == {"torch.nn.DataParallel"}:
+        wrappers = set(filter(WRAPPERS.fullmatch, script.makers(name)))
+        if region.dtype == "bf16" and region.device == "cuda" and wrappers == {"torch.nn.DataParallel"}:
             yield Hit(site.call.lineno, f"`{name}` is a DataParallel, whose threads autocast to fp16")
 
 
@@ -128,12 +117,11 @@ def _device(script: Script) -> Iterator[Hit]:
         if region is None or region.library != "torch" or re.search(r"(cuda|cpu)\.amp", script.called(node)):
             continue
         device = argument(region.node, 0, "device_type")
-        value = script.constant(device)
-        if device is None and not any(keyword.arg is None for keyword in region.node.keywords) and not region.node.args:
+        if device is None and "*" not in ast.unparse(region.node):
             yield Hit(region.node.lineno, "torch.autocast is given no device type")
-        elif region.device.lower().partition(":")[0] in NO_DEVICE_TYPES or region.device != region.device.lower():
+        elif region.device != region.device.lower() or region.device.partition(":")[0] in WORDS["NO_DEVICE_TYPES"]:
             yield Hit(region.node.lineno, f"torch has no device type {region.device!r}")
-        elif device is not None and value is not None and script.called(value) == "torch.device":
+        elif device is not None and script.called(script.constant(device)) == "torch.device":
             yield Hit(region.node.lineno, f"`{ast.unparse(device)}` is a torch.device, and autocast takes its `.type`")
     for inside, site in in_torch_regions(script):
         name = script.called(site.call)
@@ -143,12 +131,9 @@ def _device(script: Script) -> Iterator[Hit]:
 
 
 def _on_cuda(script: Script, name: str) -> bool:
-    places = [
-        "cuda" if method(call) == "cuda" else ast.unparse(call.args[0]).strip("'\"") if call.args else ""
-        for call in (script.methods_of(name) if name in script.models else ())
-        if method(call) in ("cuda", "to", "cpu")
-    ]
-    return bool(places) and all(re.fullmatch(r"cuda(:\d+)?", place) for place in places)
+    moves = [call for call in script.methods_of(name) if method(call) in ("cuda", "to", "cpu")]
+    cuda = [re.search(r"\.(cuda\(|to\(.cuda(:\d+)?['\"]\))", f"{ast.unparse(call)}"[-20:]) for call in moves]
+    return name in script.models and bool(moves) and all(cuda)
 
 
 @check_of("HS022")
@@ -168,7 +153,7 @@ def _deprecated(script: Script) -> Iterator[Hit]:
     fallback = {id(n) for block in tries for handler in block.handlers for n in walked(handler)}
     found: dict[str, list[int]] = {}
     for node in script.calls:
-        if DEPRECATED.fullmatch(name := script.called(node)) and id(node) not in fallback:
+        if PATTERNS["DEPRECATED"].fullmatch(name := script.called(node)) and id(node) not in fallback:
             found.setdefault(name, []).append(node.lineno)
     for name, lines in found.items():
         first, *more = sorted(set(lines))
@@ -209,6 +194,8 @@ def made_low(script: Script, site: Site) -> str:
     value = getattr(statement, "value", None)
     if isinstance(statement, ast.Expr) and value is site.call and isinstance(site.call.func, ast.Attribute):
         return script.name(site.call.func.value)
+    while isinstance(value, (ast.DictComp, ast.ListComp)):  # {name: p.clone().half() for name, p in ...}
+        value = value.value if isinstance(value, ast.DictComp) else value.elt
     while value is not site.call and method(value) not in ("", "float"):
         value = value.func.value  # type: ignore[union-attr]  # it calls a method: Net().half().cuda()
     return script.target(statement) if value is site.call else ""
@@ -248,9 +235,8 @@ def _half(script: Script) -> Iterator[Hit]:
 @check_of("HS029")
 def _eps(script: Script) -> Iterator[Hit]:
     for model, _, form, optimizer, made in _low_models(script):
-        if form == "fp16" and script.called(made).rpartition(".")[2] in WITH_EPS:
-            given = argument(made, None, "eps")
-            match script.constant(given) if given is not None else ast.Constant(1e-8):
+        if form == "fp16" and script.called(made).rpartition(".")[2] in WORDS["WITH_EPS"]:
+            match script.constant(argument(made, None, "eps") or ast.Constant(1e-8)):
                 case ast.Constant(value=float(eps)) if 0 < eps <= ROUNDS_TO_ZERO:
                     yield Hit(made.lineno, f"eps={eps:g} of `{optimizer}` is 0 in fp16, the format of `{model}`")
 
@@ -270,13 +256,15 @@ def _unscaled_fp16(script: Script) -> Iterator[Hit]:
         made = script.constant(net)
         if made and net and _low_when_loaded(script, made) == "fp16" and not _made_wide(script, script.key(net)):
             yield Hit(made.lineno, "the model is loaded in fp16, and `fp16=True` scales the loss of fp32 parameters")
+    loads = {_low_when_loaded(script, call) for call in script.calls if "Model" in script.called(call)}
     for call in script.calls if "torch" in script.scalers.values() and ".float()" not in script.text else ():
         match call:  # nn.Parameter(torch.zeros(..., dtype=torch.float16))
             case ast.Call(args=[ast.Call(keywords=given)], keywords=[]) if script.called(call) == "torch.nn.Parameter":
                 named = [f"{script.key(k.value)}['dtype']" for k in given if k.arg is None]
                 forms = [k.value for k in given if k.arg == "dtype"]
                 forms += [value.node for name in named for value in script.assigned.get(name, [])]
-                if forms and all(script.format_of(form) == "fp16" for form in forms):
+                like = loads == {"fp16"} and all(script.name(form).endswith("weight.dtype") for form in forms)
+                if forms and (like or all(script.format_of(form) == "fp16" for form in forms)):
                     yield Hit(call.lineno, "this parameter has fp16 gradients, and the file has a GradScaler")
 
 
@@ -305,7 +293,7 @@ def _replaced(script: Script, call: ast.Call, statement: ast.stmt, models: set[s
     """Return (model, how) if a call gives one of `models` other parameters."""
     name = script.called(call)
     owner = name.rpartition(".")[0]
-    if REPLACES.fullmatch(name):
+    if PATTERNS["REPLACES"].fullmatch(name):
         first = script.name(call.args[0]) if call.args else ""
         if given := [model for model in (owner, first) if model in models]:
             return given[0], f"`{name}` makes new ones"
@@ -350,7 +338,7 @@ def _low_average(script: Script) -> Iterator[Hit]:
         if not form or not name or (site.place.loops and not item):
             continue
         own = name.startswith("self.") and re.search(r"EMA|Ema|Averag|Shadow", classes.get(id(site.function), ""))
-        if (own or AVERAGE_NAME.search(name)) and _is_updated(script, name):
+        if (own or PATTERNS["AVERAGE_NAME"].search(name)) and _is_updated(script, name):
             yield Hit(site.call.lineno, f"the running average `{name}` is kept in {form}")
 
 
@@ -359,7 +347,9 @@ def _is_updated(script: Script, name: str) -> bool:
         if isinstance(node, (ast.For, ast.AsyncFor)) and f"{name}.parameters()" in ast.unparse(node.iter):
             return True
         if method(node) in ("update", "update_parameters", "lerp_", "mul_"):
-            if script.key(node.func.value).partition("[")[0] == name:  # type: ignore[attr-defined]  # it is a method
+            owner = node.func.value  # type: ignore[attr-defined]  # it calls a method
+            keys = [script.key(one or owner).partition("[")[0] for one in (owner, script.constant(owner))]
+            if name in (*keys, *map(script.own, keys)):
                 return True
     return False
 
@@ -409,18 +399,14 @@ def _never_scaled(script: Script) -> Iterator[Hit]:
     scaled = {id(n) for block in blocks for n in walked(block)}
     for site in all_sites(script) if made else ():
         owner = script.owner(site.call)
-        if method(site.call) != "backward" or owner in script.optimizers:
-            continue
-        if not all(_beside(site, each) for each in made):
+        if method(site.call) != "backward" or owner in script.optimizers or not all(_beside(site, m) for m in made):
             continue
         often = all(map(WINDOW.search, site.place.tests))
         if "scale_loss" not in script.text and (often or not any(each.place.branches for each in made)):
             yield Hit(site.call.lineno, f"`{ast.unparse(site.call)}` under amp.initialize, and the file scales no loss")
         elif "scale_loss" in script.text and often and id(site.call) not in scaled:
-            steps = [
-                script.owner(s.call) for s in sites(script, site.function)[site.index :] if method(s.call) == "step"
-            ]
-            steps = [optimizer for optimizer in steps if optimizer in script.optimizers]
+            later = [s.call for s in sites(script, site.function)[site.index :] if method(s.call) == "step"]
+            steps = [optimizer for call in later if (optimizer := script.owner(call)) in script.optimizers]
             names = {script.key(i.optional_vars) for b in blocks for i in b.items if i.optional_vars is not None}
             if steps and steps[0] in known and owner not in names:
                 what = f"`{ast.unparse(site.call)}` is not scaled, and amp.initialize has `{steps[0]}`"
@@ -468,15 +454,14 @@ def _half_before(script: Script) -> Iterator[Hit]:
 
 @check_of("HS060")
 def _inside_scaling(script: Script) -> Iterator[Hit]:
-    delays = [argument(call, None, "delay_unscale") for call in script.calls if _amp(script, call) == "scale_loss"]
-    if delays and all(isinstance(delay, ast.Constant) and delay.value is True for delay in delays):
+    blocks = [ast.unparse(call) for call in script.calls if _amp(script, call) == "scale_loss"]
+    if blocks and all("delay_unscale=True" in block for block in blocks):
         for site in [s for s in all_sites(script) if is_call(script, s.call, script.optimizers, "step")]:
             yield Hit(site.call.lineno, "the gradients are still scaled: each amp.scale_loss has delay_unscale=True")
     for node in walked(script.tree):
         if isinstance(node, ast.With) and any(_amp(script, item.context_expr) == "scale_loss" for item in node.items):
             for call in [n for statement in node.body for n in walked(statement) if isinstance(n, ast.Call)]:
-                steps = method(call) == "step" and script.owner(call) in script.optimizers
-                if steps or CLIPPING.fullmatch(script.called(call)):
+                if is_call(script, call, script.optimizers, "step") or CLIPPING.fullmatch(script.called(call)):
                     yield Hit(call.lineno, f"`{script.called(call)}` inside of amp.scale_loss, before it unscales")
 
 
@@ -491,13 +476,9 @@ def _unknown_optimizer(script: Script) -> Iterator[Hit]:
                 late.add(name)
                 yield Hit(site.call.lineno, f"`{name}` is made behind amp.initialize, which does not know it")
         elif _amp(script, site.call) == "scale_loss" and site.call.args[1:] and not late:
-            if all(argument(each.call, 1, "optimizers") is None and not _unpacked(each.call) for each in made):
+            if all(argument(m.call, 1, "optimizers") is None and "*" not in ast.unparse(m.call) for m in made):
                 name = ast.unparse(site.call.args[1])
                 yield Hit(site.call.lineno, f"amp.initialize is given no optimizer, and `{name}` steps what is scaled")
-
-
-def _unpacked(call: ast.Call) -> bool:
-    return any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
 
 
 def _managed(script: Script) -> Iterator[tuple[str, Site, set[Function]]]:
@@ -508,7 +489,7 @@ def _managed(script: Script) -> Iterator[tuple[str, Site, set[Function]]]:
     for by, text in texts if len(texts) == 1 and not script.scalers else ():
         every = [s for s in all_sites(script) if getattr(s.function, "name", "") != "backward"]  # a hook of Lightning
         calls = {s.function for s in every if method(s.call) in ("backward", "manual_backward") and s.call.args}
-        yield from ((by, site, calls) for site in every if IN_FP16.fullmatch(text))
+        yield from ((by, site, calls) for site in every if PATTERNS["IN_FP16"].fullmatch(text))
 
 
 @check_of("HS066")

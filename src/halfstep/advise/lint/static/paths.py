@@ -19,12 +19,8 @@ from halfstep.advise.lint.static.script import SCALERS, Function, Script, calls_
 
 CLIPPING = PATTERNS["CLIPPING"]
 BACKWARDS = frozenset({"scaled_backward", "plain_backward", "managed_backward"})
-METHODS = frozenset({"step", "update", "scale", "first_step", "second_step"})
 MANAGERS = PATTERNS["MANAGERS"]
-READS = frozenset({"item", "tolist", "detach", "cpu", "numpy"})
 OF_SCALERS: dict[str, str] = WORDS["OF_SCALERS"]
-SIZES = frozenset[str](WORDS["SIZES"])
-HARMLESS = PATTERNS["HARMLESS"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,30 +38,12 @@ class Op:
     place: Place
     scaler: str = ""  # "" if none takes part
     target: str = ""  # the optimizer, scheduler or loss; of "clip" the source of what is clipped
-    of: str = (
-        ""  # of "clip", the one optimizer that has the parameters, if known; of "scale" an earlier scaler; or PLAIN
-    )
+    of: str = ""  # of "clip" the one optimizer that has the parameters, of "step" itself if made here; earlier scaler
 
 
 def words(text: str) -> set[str]:
     """Return the names in a condition."""
     return set(re.findall(r"[A-Za-z_]\w*", text))
-
-
-WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
-
-
-def ends_window(op: Op) -> bool:
-    """Return whether an operation stands under a condition that is true in some micro-batches."""
-    return any(map(WINDOW.search, op.place.tests))
-
-
-def in_each(op: Op, backward: Op) -> bool:
-    """Return whether an operation runs in every iteration with that backward pass, or in none of them."""
-    varying = stored(*op.place.loops[-1:])
-    more = [branch for branch in op.place.branches if branch not in backward.place.branches]
-    tests = [ast.unparse(choice.test) for choice, _ in more]
-    return not any("%" in test or "(" in test or words(test) & varying for test in tests)
 
 
 def plain(key: str) -> str:
@@ -94,12 +72,10 @@ class State:
 
 
 PLAIN = "no scaler"
-
 Verdicts = Iterator[tuple[Op, str]]
 """Operations of a path on which a rule decides: with what is wrong, or with "" if it is right or cannot be known."""
 
 Judge = Callable[[Sequence[Op]], Verdicts]
-
 VARYING = re.compile(r"[%<>]|==|!=|\(")  # conditions whose truth is another one in the next iteration of a loop
 LIMIT = 256  # the most paths of a function; one with more is left undecided
 FEW = 16  # a loop with more paths than this runs once
@@ -163,7 +139,8 @@ class _Walk:
             name, owner = method(call), self.script.owner(call)
             if name in ("backward", "zero_grad", "unscale_") or (self.script.keeps_scaled and _read(self.script, call)):
                 return True
-            if name in METHODS and (owner in self.keys or owner in self.script.schedulers):
+            known = owner in self.keys or owner in self.script.schedulers
+            if known and name in ("step", "update", "scale", "first_step", "second_step"):
                 return True
             if CLIPPING.fullmatch(self.script.called(call)) or any(self.script.name(a) in self.keys for a in call.args):
                 return True
@@ -205,7 +182,8 @@ class _Walk:
         elif name == "step" and owner in script.schedulers:
             yield Op("schedule", call, place, target=key)
         elif name in ("step", "first_step", "second_step") and owner in script.optimizers:
-            yield Op("step", call, place, target=key)
+            made = any(map(PATTERNS["OPTIMIZERS"].fullmatch, script.makers(owner)))
+            yield Op("step", call, place, target=key, of=owner if made else "")
         elif name == "zero_grad":
             yield Op("zero", call, place, target=key)
         elif name.endswith("_") and _has_grad(call if called.startswith("torch.") else call.func):
@@ -231,7 +209,7 @@ class _Walk:
 
     def _escapes(self, call: ast.Call, name: str, state: State, place: Place) -> Iterator[Op]:
         """Yield what a function may change: what it is given, and what a function of the file uses."""
-        if HARMLESS.fullmatch(name):
+        if PATTERNS["HARMLESS"].fullmatch(name):
             return
         given = {self.script.key(n) for a in (*call.args, *(k.value for k in call.keywords)) for n in _parts(a)}
         model = name.rpartition(".")[0] in self.script.models  # model.train() is no function of the file
@@ -244,8 +222,6 @@ class _Walk:
                 versioned = self._versioned(key, state)
                 scaler = versioned if key in self.script.scalers else ""
                 yield Op("escape", call, place, scaler, "" if scaler else versioned)
-
-    # ------------------------------------------------------------------ names
 
     def _versioned(self, key: str, state: State) -> str:
         """Return a key with a mark of which assignment of its names it comes from."""
@@ -285,8 +261,6 @@ class _Walk:
         for text in list(state.known):
             if words(text) & names or (varying and VARYING.search(text)):
                 del state.known[text]
-
-    # ------------------------------------------------------------------ statements
 
     def block(self, body: Sequence[ast.stmt], states: list[State], place: Place) -> list[State]:
         for statement in body:
@@ -375,14 +349,14 @@ def _has_grad(node: ast.AST) -> bool:
 
 def _read(script: Script, call: ast.Call) -> str:
     """Return what a call takes the value of, outside of the graph: ``loss.item()``, ``float(loss)``; "" if nothing."""
-    if method(call) in READS:
+    if method(call) in ("item", "tolist", "detach", "cpu", "numpy"):
         return script.owner(call)
     return script.name(call.args[0]) if script.called(call) in ("float", "print") and call.args else ""
 
 
 def _takes_size(node: ast.AST) -> bool:
     """Return whether a call takes the size of a gradient: ``p.grad.norm()``."""
-    return method(node) in SIZES and _has_grad(node) and not re.search(r"isfinite|isnan|isinf", ast.unparse(node))
+    return method(node) in WORDS["SIZES"] and _has_grad(node) and not re.search("is(finite|nan|inf)", ast.unparse(node))
 
 
 def _parts(node: ast.expr) -> Iterator[ast.expr]:

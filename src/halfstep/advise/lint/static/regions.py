@@ -11,8 +11,6 @@ from halfstep.advise.lint.rule import WORDS
 from halfstep.advise.lint.static.script import Function, Script, argument, calls_in, stored, walked
 
 DEVICES: dict[str, str] = WORDS["DEVICES"]
-ANY_DEVICE = frozenset[str](WORDS["ANY_DEVICE"])
-NO_GRAD = frozenset[str](WORDS["NO_GRAD"])
 DEFAULTS = {"cuda": "fp16", "cpu": "bf16"}  # device type -> the format of torch.autocast without a dtype
 
 
@@ -90,7 +88,7 @@ def region_of(script: Script, node: ast.expr | None) -> Region | None:
     if not isinstance(node, ast.Call):
         return None
     name = script.called(node)
-    if name not in DEVICES and name not in ANY_DEVICE:
+    if name not in DEVICES and name not in WORDS["ANY_DEVICE"]:
         return None
     first = script.constant(argument(node, 0, "device_type"))
     device = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
@@ -108,7 +106,7 @@ def entered(script: Script, place: Place, node: ast.expr) -> Place:
     if (region := region_of(script, node)) is not None:
         return replace(place, regions=(*place.regions, replace(region, loops=len(place.loops))))
     name = script.called(node) or script.name(node)
-    no_grad = name in NO_GRAD or (place.no_grad and name != "torch.enable_grad")
+    no_grad = name in WORDS["NO_GRAD"] or (place.no_grad and name != "torch.enable_grad")
     return replace(place, no_grad=no_grad)
 
 

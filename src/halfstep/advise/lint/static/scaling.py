@@ -7,24 +7,29 @@ from dataclasses import replace
 from functools import partial
 
 from halfstep.advise.lint.rule import PATTERNS, Hit, check_of
-from halfstep.advise.lint.static.paths import (
-    BACKWARDS,
-    CLIPPING,
-    WINDOW,
-    Op,
-    Verdicts,
-    ends_window,
-    in_each,
-    judged,
-    on_paths,
-    plain,
-)
-from halfstep.advise.lint.static.regions import region_of, sites
-from halfstep.advise.lint.static.script import SCALERS, Script, argument, method, walked
+from halfstep.advise.lint.static.paths import BACKWARDS, CLIPPING, Op, Verdicts, judged, on_paths, plain, words
+from halfstep.advise.lint.static.regions import all_sites, region_of, sites
+from halfstep.advise.lint.static.script import SCALERS, Script, argument, method, stored, walked
 
 SKIPS = PATTERNS["SKIPS"]
+LOW = re.compile(r"float16(?!\w)|\bhalf\b|fp16")
+FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
+WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
 STEPS = ("step", "scaler_step", "escape")
 UNKNOWN = frozenset({"escape", "grads", "get_scale", "managed_backward"})  # behind them no scale is known
+
+
+def ends_window(op: Op) -> bool:
+    """Return whether an operation stands under a condition that is true in some micro-batches."""
+    return any(map(WINDOW.search, op.place.tests))
+
+
+def in_each(op: Op, backward: Op) -> bool:
+    """Return whether an operation runs in every iteration with that backward pass, or in none of them."""
+    varying = stored(*op.place.loops[-1:])
+    more = [branch for branch in op.place.branches if branch not in backward.place.branches]
+    tests = [ast.unparse(choice.test) for choice, _ in more]
+    return not any("%" in test or "(" in test or words(test) & varying for test in tests)
 
 
 @on_paths("HS002", library="torch")
@@ -55,11 +60,9 @@ def _unscale_twice(path: Sequence[Op]) -> Verdicts:
         if op.kind == "scaled_backward":
             backward = op
         elif op.kind == "unscale":
-            name, target = plain(op.scaler), plain(op.target)
-            before = done.get(key)
-            what = f"`{name}.unscale_({target})` runs a second time before `{name}.update()`"
-            if before == "step":
-                what = f"`{name}.unscale_({target})` runs after `{name}.step({target})`, before `{name}.update()`"
+            name, target, before = plain(op.scaler), plain(op.target), done.get(key)
+            when = f"after `{name}.step({target})`," if before == "step" else "a second time"
+            what = f"`{name}.unscale_({target})` runs {when} before `{name}.update()`"
             steps_in_some = any(o.kind == "scaler_step" and ends_window(o) for o in path)
             always = backward is not None and in_each(op, backward)
             if before and (always or not steps_in_some):
@@ -88,19 +91,20 @@ def _step_without_update(path: Sequence[Op]) -> Verdicts:
 
 @on_paths("HS005")
 def _unprotected_step(path: Sequence[Op]) -> Verdicts:
-    scaler, sure, stepped = "", False, set[str]()
+    scaler, sure, alone, stepped = "", False, False, set[str]()
+    only = all(op.kind not in UNKNOWN and op.kind != "plain_backward" for op in path)
     for op in path:
         if op.kind == "scaled_backward":
             sure = sure if scaler else True
-            scaler, stepped = op.scaler, set()
+            scaler, alone, stepped = op.scaler, False, set()
         elif op.kind in UNKNOWN or op.kind in ("unscale", "plain_backward"):
             scaler, sure = scaler or op.scaler or "?", False
         elif op.kind == "scaler_step":
             stepped.add(op.target)
-            sure = False  # the scaled gradients may be those of this optimizer alone
+            alone = True  # the scaled gradients may be those of this optimizer alone
         elif op.kind == "step" and op.target not in stepped:
             what = f"`{plain(op.target)}.step()` is given gradients of a loss scaled by `{plain(scaler)}`"
-            yield op, what if sure else ""
+            yield op, what if sure and (not alone or (only and op.of)) else ""
         elif op.kind in ("iteration", "zero"):
             scaler, sure = "", False
 
@@ -119,10 +123,9 @@ def _second_step(path: Sequence[Op]) -> Verdicts:
 
 @check_of("HS007")
 def _forgotten_scale(script: Script) -> Iterator[Hit]:
-    for node in walked(script.tree):
-        if isinstance(node, ast.Expr) and method(node.value) in ("scale", "scale_loss"):
-            if (owner := script.owner(node.value)) in script.scalers:
-                yield Hit(node.value.lineno, f"the result of `{owner}.scale`, the scaled loss, is not used")
+    for node in [n for n in walked(script.tree) if isinstance(n, ast.Expr)]:
+        if method(node.value) in ("scale", "scale_loss") and (owner := script.owner(node.value)) in script.scalers:
+            yield Hit(node.value.lineno, f"the result of `{owner}.scale`, the scaled loss, is not used")
     some = any(isinstance(n, ast.Attribute) and n.attr in ("scale", "scale_loss") for n in walked(script.tree))
     yield from judged(script, partial(_never_scaled, some=some))
     own = {key for key in script.scalers if key.endswith("]") or any(map(SCALERS.fullmatch, script.makers(key)))}
@@ -146,15 +149,14 @@ def _never_scaled(path: Sequence[Op], some: bool) -> Verdicts:
         elif op.kind in UNKNOWN or (some and op.kind in ("scaled_backward", "zero", "iteration", "step")):
             yield from [(backward, "")] if backward and op.kind == "step" else ()
             backward = None
-        elif op.kind == "scaler_step" and backward:
+        elif op.kind == "scaler_step" and backward and "closure" not in ast.unparse(op.call):
             why = "it is not scaled" if some else "the file scales no loss"
             yield backward, f"`{backward.target}.backward()` before `{plain(op.scaler)}.step`, and {why}"
 
 
 @on_paths("HS008")
 def _update_between(path: Sequence[Op]) -> Verdicts:
-    scaled, updated = set[str](), set[str]()  # scalers by which a loss was scaled; those updated since
-    stepped: set[str] = set()
+    scaled, updated, stepped = set[str](), set[str](), set[str]()  # scalers of a loss, those updated since; optimizers
     for op in path:
         if op.kind in ("scale", "scaled_backward"):
             scaled, updated, stepped = scaled | {op.scaler}, updated - {op.scaler}, set()
@@ -163,9 +165,8 @@ def _update_between(path: Sequence[Op]) -> Verdicts:
         elif op.kind in UNKNOWN or op.kind == "new_scaler":
             scaled, updated = set(), set()
         elif op.kind == "scaler_step":
-            bad = op.scaler in scaled & updated and bool(stepped) and op.target not in stepped
-            name, target = plain(op.scaler), plain(op.target)
-            what = f"`{name}.step({target})` follows `{name}.update()`, and its loss was scaled before it"
+            bad, name = op.scaler in scaled & updated and stepped and op.target not in stepped, plain(op.scaler)
+            what = f"`{name}.step({plain(op.target)})` follows `{name}.update()`, and its loss was scaled before it"
             yield op, what if bad else ""
             stepped.add(op.target)
 
@@ -174,8 +175,7 @@ def _update_between(path: Sequence[Op]) -> Verdicts:
 def _closure(script: Script) -> Iterator[Hit]:
     for call in script.calls:
         if method(call) == "step" and script.scalers.get(owner := script.owner(call)) == "torch":
-            named = any(keyword.arg == "closure" for keyword in call.keywords)
-            if named or (len(call.args) == 2 and not isinstance(call.args[1], ast.Starred)):
+            if argument(call, 1, "closure") is not None:
                 yield Hit(call.lineno, f"`{owner}.step` is given a closure")
 
 
@@ -188,15 +188,10 @@ def _scheduler(path: Sequence[Op]) -> Verdicts:
         elif op.kind in ("iteration", "scaled_backward"):
             step = None
         elif op.kind == "schedule" and step is not None:
-            name = plain(op.target)
             more = set(op.place.branches) - set(step.place.branches)
             told = any(o.kind == "get_scale" for o in path) or any(SKIPS.search(ast.unparse(c.test)) for c, _ in more)
-            what = f"`{name}.step()` also runs after a step that `{plain(step.scaler)}` skipped"
+            what = f"`{plain(op.target)}.step()` also runs after a step that `{plain(step.scaler)}` skipped"
             yield op, what if op.place.loops == step.place.loops and not told else ""
-
-
-OTHER_SCALING = PATTERNS["OTHER_SCALING"]
-FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
 
 
 @check_of("HS011")
@@ -206,19 +201,16 @@ def _made_in_loop(script: Script) -> Iterator[Hit]:
         for site in sites(script, function):
             key = script.target(site.statement) if SCALERS.fullmatch(script.called(site.call)) else ""
             for step in steps if key else ():
-                shared = [loop for loop in site.place.loops if loop in step.place.loops]
-                same = script.called(step.call) == f"{key}.step" and not site.place.branches
-                if shared and same and not assigned_in(script, shared[-1], script.key(step.call.args[0])):
+                shared = [loop for loop in site.place.loops if loop in step.place.loops and not site.place.branches]
+                own = shared and script.owner(step.call) == key
+                if own and not assigned_in(script, shared[-1], script.key(step.call.args[0])):
                     yield Hit(site.call.lineno, f"`{key}` is made anew in each iteration of the loop in which it steps")
                     break
 
 
 def assigned_in(script: Script, loop: ast.stmt, key: str) -> bool:
     """Return whether a loop assigns an object: another training begins in each iteration."""
-    return any(
-        isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Store) and script.key(n) == key
-        for n in walked(loop)
-    )
+    return any(isinstance(getattr(n, "ctx", None), ast.Store) and script.key(n) == key for n in walked(loop))
 
 
 def saved(script: Script) -> Iterator[int]:
@@ -228,6 +220,13 @@ def saved(script: Script) -> Iterator[int]:
         nodes = [n for part in script.results(call.args[0]) for n in walked(part)]
         if any(is_call(script, n, script.optimizers, "state_dict") for n in nodes):
             yield call.lineno
+    loops = any(isinstance(n, ast.DictComp) and method(n.value) == "state_dict" for n in walked(script.tree))
+    own = script.classes | script.mentions.keys()
+    for node in walked(script.tree) if loops and saves else ():  # {name: part.state_dict() for name, part in parts}
+        given = [k.value for k in node.keywords] if script.called(node) in own else []  # type: ignore[attr-defined]
+        parts = set(map(script.key, node.values if isinstance(node, ast.Dict) else given))
+        if len(parts) > 1 and parts & script.optimizers and not parts & script.scalers.keys():
+            yield node.lineno  # type: ignore[attr-defined]
 
 
 def loaded(script: Script) -> Iterator[int]:
@@ -246,6 +245,12 @@ def _saved_without(script: Script) -> Iterator[Hit]:
 
 @check_of("HS013")
 def _loaded_without(script: Script) -> Iterator[Hit]:
+    loads = [
+        (script.owner(c), ast.unparse(c.args[0]), c) for c in script.calls if method(c) == "load_state_dict" and c.args
+    ]
+    for scaler, state, call in loads:
+        if scaler in script.scalers and any(o in script.optimizers and state == other for o, other, _ in loads):
+            yield Hit(call.lineno, f"`{scaler}` loads the state of an optimizer")
     for line in loaded(script) if _lost(script, "load_state_dict", r"load|resume") else ():
         yield Hit(line, f"the optimizer's state is loaded here, and that of `{next(iter(script.scalers))}` nowhere")
 
@@ -255,8 +260,32 @@ def _lost(script: Script, called: str, pattern: str) -> bool:
     made = {method(call) for call in script.calls if script.owner(call) in script.scalers}
     those = [call for call in script.calls if re.search(pattern, script.called(call), re.IGNORECASE)]
     given = {script.name(a) for call in those for a in (*call.args, *(k.value for k in call.keywords))}
-    handed_on = not given.isdisjoint(script.scalers)
-    return "torch" in script.scalers.values() and "step" in made and called not in made and not handed_on
+    known = "step" in made and called not in made and given.isdisjoint(script.scalers)
+    return known and "torch" in script.scalers.values()
+
+
+@check_of("HS069")
+def _by_hand(script: Script) -> Iterator[Hit]:
+    stepped = any(is_call(script, call, script.optimizers, "step") for call in script.calls)
+    for call in script.calls if stepped and LOW.search(script.text.replace("bfloat16", "")) else ():
+        loss = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "backward" else None
+        for made in [loss, *script.values(script.key(loss))] if loss is not None else ():
+            match made:
+                case ast.BinOp(op=ast.Mult(), right=right) if isinstance(script.constant(right), ast.Constant):
+                    name = script.key(right).rpartition(".")[2]
+                    lines = [line for line in script.text.splitlines() if not re.search(r"print|\blog", line)]
+                    used = re.compile(rf"(/=? *|[(,] *|\w=)([\w.]+\.)?{name}\b(?! *=)")  # divides, or is given away
+                    if re.search(r"(?i)scal", name) and not any(map(used.search, lines)):
+                        yield Hit(call.lineno, f"the loss is multiplied by `{name}`, and nothing divides by it")
+
+
+@check_of("HS070")
+def _one_device(script: Script) -> Iterator[Hit]:
+    made = {script.called(call).rpartition(".")[2]: call for call in script.calls}
+    names = {"FullyShardedDataParallel", "GradScaler", "MixedPrecision", "ShardedGradScaler"} & made.keys()
+    low = script.format_of(argument(made["MixedPrecision"], 0, "param_dtype")) if len(names) == 3 else ""
+    if low == "fp16" and "ShardedGradScaler" not in names:
+        yield Hit(made["GradScaler"].lineno, "it looks at the gradients of its own rank, and FSDP shards them")
 
 
 def is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -> bool:
@@ -266,15 +295,19 @@ def is_call(script: Script, node: ast.AST, owners: Collection[str], name: str) -
 
 @check_of("HS014")
 def _fp16_without(script: Script) -> Iterator[Hit]:
-    if OTHER_SCALING.search(script.text):
+    made = [ast.unparse(call) for call in script.calls if SCALERS.fullmatch(script.called(call))]
+    if PATTERNS["OTHER_SCALING"].search(script.text) and not (made and all("enabled=False" in c for c in made)):
         return
+    forwards = [s for s in all_sites(script) if getattr(s.function, "name", "") == "forward"]
+    inside = [r for s in forwards if (r := s.place.torch_region) is not None and r.enabled and not s.place.no_grad]
+    steppers = script.optimizers | script.scalers.keys()
     for function in script.functions:
         calls = sites(script, function)
         losses = [s.call.func for s in calls if method(s.call) == "backward" and not s.call.args]
         by_hand = any(isinstance(getattr(getattr(loss, "value", None), "op", None), ast.Mult) for loss in losses)
-        if not losses or by_hand or not any(is_call(script, s.call, script.optimizers, "step") for s in calls):
+        if not losses or by_hand or not any(is_call(script, s.call, steppers, "step") for s in calls):
             continue
-        for region in dict.fromkeys(s.place.torch_region for s in calls if not s.place.no_grad):
+        for region in dict.fromkeys([*(s.place.torch_region for s in calls if not s.place.no_grad), *inside]):
             if region is not None and region.dtype == "fp16":
                 yield Hit(region.node.lineno, "the forward pass runs in fp16, and no loss is scaled in this file")
 
@@ -283,14 +316,13 @@ def _fp16_without(script: Script) -> Iterator[Hit]:
 def _scaler_without(script: Script) -> Iterator[Hit]:
     for call in script.calls:
         match argument(call, None, "enabled") if SCALERS.fullmatch(script.called(call)) else None:
-            case ast.Compare(ops=[ast.Eq()], comparators=[other]) if re.search(r"bf(loat)?16\W*$", ast.unparse(other)):
-                yield Hit(call.lineno, "the scaler is on for bf16 alone, and off for fp16")
-    if re.search(r"float16(?!\w)|\bhalf\b|fp16", script.text.replace("bfloat16", "")):
-        return
+            case ast.Compare(ops=[ast.Eq() | ast.Is() | ast.NotEq() | ast.IsNot() as asked], comparators=[other]):
+                low = "bf(loat)?16" if isinstance(asked, (ast.Eq, ast.Is)) else r"(\b|_)(fp|float)16"
+                if re.search(rf"{low}\W*$", ast.unparse(other)):
+                    yield Hit(call.lineno, "the scaler is on for bf16, and off for fp16")
     formats = {region.dtype for call in script.calls if (region := region_of(script, call)) is not None}
-    for call in script.calls if formats == {"bf16"} else ():
-        enabled = argument(call, None, "enabled")
-        on = enabled is None or (isinstance(enabled, ast.Constant) and enabled.value)
+    for call in script.calls if formats == {"bf16"} and not LOW.search(script.text.replace("bfloat16", "")) else ():
+        on = not re.search("enabled=(?!True)", ast.unparse(call))
         if on and not call.args[1:] and SCALERS.fullmatch(name := script.called(call)) and "torch" in name:
             yield Hit(call.lineno, "every region of the file is bf16, and a loss is scaled")
 
@@ -303,9 +335,8 @@ def _penalty(script: Script) -> Iterator[Hit]:
             continue
         for call in [call for call in calls if script.called(call) == "torch.autograd.grad"]:
             outputs = script.constant(argument(call, 0, "outputs"))
-            for node in walked(outputs) if outputs is not None else ():
-                if is_call(script, node, script.scalers, "scale"):
-                    yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
+            if outputs and any(is_call(script, node, script.scalers, "scale") for node in walked(outputs)):
+                yield Hit(call.lineno, "gradients of a scaled loss are used as they are")
 
 
 @check_of("HS049")
@@ -314,8 +345,7 @@ def _grows_often(script: Script) -> Iterator[Hit]:
         if SCALERS.fullmatch(name := script.called(call)) and name.startswith("torch."):
             match script.constant(argument(call, None, "growth_interval")):
                 case ast.Constant(value=int(interval)) if interval < FEW_STEPS:
-                    steps = f"{interval} good step{'s' * (interval != 1)}"
-                    yield Hit(call.lineno, f"the scale doubles after {steps}")
+                    yield Hit(call.lineno, f"the scale doubles after {interval} good step{'s' * (interval != 1)}")
 
 
 @on_paths("HS017")
@@ -334,10 +364,9 @@ def _update_in_micro_batch(script: Script) -> Iterator[Hit]:
             owner, outer = script.owner(site.call), set(site.place.branches)
             tried = [s for s in calls if script.owner(s.call) == owner and method(s.call) in ("step", "unscale_")]
             inner = [[c for c, _ in s.place.branches if (c, True) not in outer] for s in tried]
-            if tried and all(any(WINDOW.search(ast.unparse(c.test)) for c in more) for more in inner):
-                together = all(s.place.loops == site.place.loops for s in tried)
-                if together and not any(map(WINDOW.search, site.place.tests)):
-                    yield Hit(site.call.lineno, f"`{owner}.update()` runs in every micro-batch, `{owner}.step` in some")
+            apart = any(map(WINDOW.search, site.place.tests)) or any(s.place.loops != site.place.loops for s in tried)
+            if tried and all(any(WINDOW.search(ast.unparse(c.test)) for c in more) for more in inner) and not apart:
+                yield Hit(site.call.lineno, f"`{owner}.update()` runs in every micro-batch, `{owner}.step` in some")
 
 
 @on_paths("HS052", library="torch")
@@ -349,8 +378,7 @@ def _left_unscaled(path: Sequence[Op]) -> Verdicts:
         elif op.kind in ("update", "escape", "new_scaler", "iteration"):
             unscaled = None
         elif op.kind in ("continue", "return") and unscaled is not None:
-            name = plain(unscaled.scaler)
-            goes = "loop goes on" if op.kind == "continue" else "method returns"
+            name, goes = plain(unscaled.scaler), "loop goes on" if op.kind == "continue" else "method returns"
             what = f"the {goes} behind `{name}.unscale_`, with no `{name}.update()`"
             steps = any(o.kind == "scaler_step" and o.scaler == unscaled.scaler for o in path)
             if op.kind == "continue" or (steps and op.place.loops and name.startswith("self.")):  # it outlives the call
@@ -359,20 +387,17 @@ def _left_unscaled(path: Sequence[Op]) -> Verdicts:
 
 @check_of("HS053")
 def _raises_instead(script: Script) -> Iterator[Hit]:
-    for function in script.functions if script.uses_torch else ():
-        calls = [site.call for site in sites(script, function)]
-        if any(is_call(script, call, script.scalers, "step") for call in calls):
-            for call in calls:
-                match argument(call, 3, "error_if_nonfinite") if CLIPPING.fullmatch(script.called(call)) else None:
-                    case ast.Constant(value=True):
-                        yield Hit(call.lineno, "the first overflow, which the scaler would skip, raises here")
+    for site in all_sites(script):
+        call = site.call
+        match argument(call, 3, "error_if_nonfinite") if CLIPPING.fullmatch(script.called(call)) else None:
+            case ast.Constant(value=True):
+                if any(is_call(script, s.call, script.scalers, "step") for s in sites(script, site.function)):
+                    yield Hit(call.lineno, "the first overflow, which the scaler would skip, raises here")
 
 
 def _while_scaled(path: Sequence[Op], kind: str, what: str) -> Verdicts:
     """Yield the operations of a kind between a scaled backward pass and the scaler's step, unless it unscales."""
-    scaler = ""
-    unscaled: set[str] = set()
-    waiting: list[tuple[Op, bool]] = []
+    scaler, unscaled, waiting = "", set[str](), list[tuple[Op, bool]]()
     behind = UNKNOWN if kind == "clip" else UNKNOWN - {"grads"}
     for op in path:
         if op.kind == "scaled_backward":
@@ -410,9 +435,22 @@ def _clipped_behind(path: Sequence[Op]) -> Verdicts:
 
 WHILE = "while they are multiplied by the scale of `{0}`"
 CLIPPED = f"gradients are clipped {WHILE}: no `{{0}}.unscale_` since the backward pass"
-on_paths("HS001")(partial(_while_scaled, kind="clip", what=CLIPPED))
 on_paths("HS054")(partial(_while_scaled, kind="grads", what=f"gradients are changed {WHILE}"))
 on_paths("HS055")(partial(_while_scaled, kind="grads_read", what="these are gradients times the scale of `{}`"))
+
+
+@check_of("HS001")
+def _clipped_scaled(script: Script) -> Iterator[Hit]:
+    yield from judged(script, partial(_while_scaled, kind="clip", what=CLIPPED))
+    backwards = [call for call in script.calls if method(call) == "backward"]
+    scaled = [call for call in backwards if any(is_call(script, n, script.scalers, "scale") for n in walked(call))]
+    if not scaled or len(scaled) < len(backwards) or re.search("unscale|get_scale", script.text):
+        return
+    for site in all_sites(script):  # a callback: the file unscales nowhere, and each of its losses is scaled
+        name, others = getattr(site.function, "name", ""), {method(s.call) for s in sites(script, site.function)}
+        used = name and script.text.count(name) > 1 and not others & {"backward", "step"}
+        if used and CLIPPING.fullmatch(script.called(site.call)) and "inf" not in ast.unparse(site.call):
+            yield Hit(site.call.lineno, CLIPPED.format(next(iter(script.scalers))))
 
 
 def _is_shift(node: ast.AST) -> bool:
@@ -435,20 +473,14 @@ def _has_scale(node: ast.expr) -> bool:
     return "grad" in re.sub(r"\w+_like\([^()]*\)", "", ast.unparse(node))
 
 
-CLEARS = PATTERNS["CLEARS"]
-TRAIN_STEPS = ("halfstep.TrainStep", "halfstep.step.TrainStep")
-OWN_LOOPS = PATTERNS["OWN_LOOPS"]
-
-
 @check_of("HS034")
 def _never_cleared(script: Script) -> Iterable[Hit]:
-    found = CLEARS.search(script.text) or OWN_LOOPS.search(script.text)
+    found = PATTERNS["CLEARS"].search(script.text) or PATTERNS["OWN_LOOPS"].search(script.text)
     return () if found else judged(script, _accumulates)
 
 
 def _accumulates(path: Sequence[Op]) -> Verdicts:
-    stepped: set[str] = set()
-    backward = False
+    stepped, backward = set[str](), False
     for op in path:
         if op.kind in ("scaled_backward", "plain_backward"):
             backward = True
@@ -465,12 +497,10 @@ def _accumulates(path: Sequence[Op]) -> Verdicts:
 @check_of("HS035")
 def _cleared_if_finite(script: Script) -> Iterator[Hit]:
     for node in walked(script.tree) if script.uses_torch else ():
-        if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
-            continue
-        clears = {n for n in walked(node) if method(n) == "zero_grad"}
-        for choice in [n for n in walked(node) if isinstance(n, ast.If) and not n.orelse and clears]:
-            test = script.constant(choice.test)
-            inside = {n for statement in choice.body for n in walked(statement)}
+        inner = walked(node) if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) else ()
+        clears = {n for n in inner if method(n) == "zero_grad"}
+        for choice in [n for n in inner if isinstance(n, ast.If) and not n.orelse and clears]:
+            test, inside = script.constant(choice.test), {n for statement in choice.body for n in walked(statement)}
             called = set(map(method, inside))
             if "step" in called and "backward" not in called and clears <= inside and test and _finite(test):
                 yield Hit(choice.lineno, f"gradients are cleared only under `{ast.unparse(choice.test)}`")
@@ -505,7 +535,9 @@ def _waits(script: Script) -> Iterator[Hit]:
     for function in script.functions if script.uses_torch else ():
         looped = [site for site in sites(script, function) if site.place.loops]
         training = {s.place.loops[-1] for s in looped if method(s.call) == "backward"}
-        losses, seen, waited = _losses(script, function), set(), set()
+        every = [n.func.value for n in walked(function) if method(n) == "backward"]  # type: ignore[attr-defined]
+        losses = {script.name(n.args[0] if method(n) == "scale" and n.args else n) for n in every} - {""}
+        seen, waited = set(), set()
         for site in looped:
             loop, call = site.place.loops[-1], site.call
             if loop not in training or site.place.branches or site.place.no_grad:
@@ -520,24 +552,18 @@ def _waits(script: Script) -> Iterator[Hit]:
                 yield Hit(call.lineno, f"`{ast.unparse(call)}` waits for the device in every step")
 
 
-def _losses(script: Script, function: ast.AST) -> set[str]:
-    found = set()
-    for node in walked(function):
-        match node:
-            case ast.Call(func=ast.Attribute(attr="backward", value=loss)):
-                scaled = loss.args if isinstance(loss, ast.Call) and method(loss) == "scale" else []
-                found.add(script.name(scaled[0] if scaled else loss))
-    return found - {""}
-
-
 @check_of("HS038")
 def _own_step(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         calls = sites(script, function)
-        made = [s for s in calls if script.called(s.call) in TRAIN_STEPS and len(s.call.args) > 1]
+        made = [
+            s
+            for s in calls
+            if re.fullmatch(r"halfstep\.(step\.)?TrainStep", script.called(s.call)) and len(s.call.args) > 1
+        ]
         for step, optimizer in {script.target(s.statement): script.name(s.call.args[1]) for s in made}.items():
-            steps = [s.place for s in calls if s.place.loops and script.called(s.call) == step]
+            steps = [(s.place.loops, s.place.branches) for s in calls if script.called(s.call) == step]
             for site in calls:
-                beside = any(p.loops == site.place.loops and p.branches == site.place.branches for p in steps)
-                if step and beside and optimizer and script.called(site.call) == f"{optimizer}.step":
+                beside = optimizer and site.place.loops and (site.place.loops, site.place.branches) in steps
+                if step and beside and script.called(site.call) == f"{optimizer}.step":
                     yield Hit(site.call.lineno, f"`{step}(...)` has stepped `{optimizer}` already")

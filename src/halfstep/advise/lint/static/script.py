@@ -18,12 +18,10 @@ from halfstep.advise.lint.rule import PATTERNS, WORDS
 from halfstep.advise.lint.static.inline import inlined
 from halfstep.errors import LintError
 
-FORMATS: dict[str, str] = WORDS["FORMATS"]
 SCALERS = PATTERNS["SCALERS"]
 OPTIMIZERS = PATTERNS["OPTIMIZERS"]
+OPTIMIZER_METHODS = ("first_step", "step", "second_step", "zero_grad", "state_dict", "load_state_dict")
 OPTIMIZER_NAME = PATTERNS["OPTIMIZER_NAME"]
-SCHEDULERS = PATTERNS["SCHEDULERS"]
-OPTIMIZER_METHODS = ("step", "first_step", "second_step", "zero_grad", "state_dict", "load_state_dict")
 SCHEDULER_NAME = re.compile(r"sched", re.IGNORECASE)
 
 
@@ -50,14 +48,13 @@ def targets(node: ast.AST) -> list[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else []
 
 
-def calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls in `node` in the order in which they are made, without those in functions it defines."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from calls_in(child)
-    if isinstance(node, ast.Call):
-        yield node
+@lru_cache(maxsize=16384)
+def calls_in(node: ast.AST) -> tuple[ast.Call, ...]:
+    """Return the calls in `node` in the order in which they are made, without those in functions it defines."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Name, ast.Constant)):
+        return ()
+    inner = [call for child in ast.iter_child_nodes(node) for call in calls_in(child)]
+    return (*inner, node) if isinstance(node, ast.Call) else tuple(inner)
 
 
 def argument(call: ast.Call, index: int | None, name: str) -> ast.expr | None:
@@ -122,8 +119,6 @@ class Script:
     def functions(self) -> list[Function]:
         """The top level, then every function and method."""
         return [self.tree, *self.definitions]
-
-    # ------------------------------------------------------------------ names
 
     @cached_property
     def imports(self) -> dict[str, str]:
@@ -209,23 +204,61 @@ class Script:
             yield from ((self.key(part), Value(value, index)) for index, part in enumerate(target.elts))
 
     def constant(self, node: ast.expr | None) -> ast.expr | None:
-        """Return `node`, or what it was assigned if it is a name with one value in the file that is no argument."""
-        if isinstance(node, (ast.Name, ast.Attribute)) and (key := self.key(node)) not in self._arguments:
-            values = self.assigned.get(key, [])
-            if len(values) == 1 and values[0].index is None:
-                return values[0].node
+        """Return `node`, or what it stands for: the one value of a name, an item of a table, the default of an option.
+
+        An argument stands for what every call in the file gives it.
+        """
+        for _ in range(5):
+            if (made := self._value(node)) is None:
+                break
+            node = made
         return node
+
+    def _value(self, node: ast.expr | None) -> ast.expr | None:
+        match node:
+            case ast.Subscript(table, key) | ast.Call(ast.Attribute(table, "get"), [key, *_]):
+                items = self.constant(table) if isinstance(table, (ast.Name, ast.Attribute, ast.Dict)) else None
+                pairs = zip(items.keys, items.values, strict=True) if isinstance(items, ast.Dict) else ()
+                return next(
+                    (v for k, v in pairs if k and ast.unparse(k) == ast.unparse(self.constant(key) or key)), None
+                )
+            case ast.Name(id=name) if name in self.given:
+                return self.given[name]
+            case ast.Attribute(value=owner, attr=name) if self.parsed and self.key(owner) in self.parsed:
+                added = [c for c in self.calls if method(c) == "add_argument"]
+                made = [c for c in added if f"'__{name}'" in ast.unparse(c).replace("-", "_")]
+                return argument(made[0], None, "default") if made else None
+            case ast.Name() | ast.Attribute() if (name := self.own(self.key(node))) not in self._arguments:
+                return self._single.get(name)
+        return None
+
+    @cached_property
+    def _single(self) -> dict[str, ast.expr]:
+        every = {key: [v.node for v in vs] for key, vs in self.assigned.items() if all(v.index is None for v in vs)}
+        # code that is put in the place of calls stands twice
+        return {k: n[0] for k, n in every.items() if len(n) == 1 or len(set(map(ast.unparse, n))) == 1}
+
+    def own(self, key: str) -> str:
+        """Return an attribute as its class, if that is of the file, has it: ``self.shadow`` of ``ema.shadow``."""
+        owner, _, name = key.rpartition(".")
+        return f"self.{name}" if key not in self.assigned and self.makers(owner) & self.classes else key
+
+    @cached_property
+    def parsed(self) -> set[str]:
+        """The objects that have the options of a command line."""
+        return {key for key in self.assigned if any("parse_args" in made for made in self.makers(key))}
 
     def results(self, node: ast.expr) -> list[ast.expr]:
         """Return the values that an expression may have: those of its name, and what a function of the file returns."""
         name = self.called(node).rpartition(".")[2]
         makers = [each for each in self.definitions if each.name == name]
         returned = [n.value for m in makers for n in walked(m) if isinstance(n, ast.Return) and n.value is not None]
-        values = [value for value in self._values(self.key(node)) if value is not node]
-        more = [v for r in returned for v in (r, *self._values(self.key(r)))]
+        values = [value for value in self.values(self.key(node)) if value is not node]
+        more = [v for r in returned for v in (r, *self.values(self.key(r)))]
         return [node, *values, *more, *(r for v in values if isinstance(v, ast.Call) for r in self.results(v)[1:])]
 
-    def _values(self, key: str) -> list[ast.expr]:
+    def values(self, key: str) -> list[ast.expr]:
+        """Return what the file assigns to an object and to its items."""
         return [v.node for k, values in self.assigned.items() if k == key or k.startswith(f"{key}[") for v in values]
 
     @cached_property
@@ -239,15 +272,24 @@ class Script:
         return {a.arg for args in every for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
 
     @cached_property
-    def defaults(self) -> dict[str, ast.expr]:
-        """Argument that one function of the file has -> its default, if no call of the file names it."""
+    def given(self) -> dict[str, ast.expr]:
+        """Argument that one function of the file has -> what every call of it gives, or its default."""
+        calls: dict[str, list[ast.Call]] = {}
+        for call in self.calls:
+            calls.setdefault(self.called(call).rpartition(".")[2], []).append(call)
+        makers = {id(m): c.name for c in walked(self.tree) if isinstance(c, ast.ClassDef) for m in c.body}
         found: dict[str, list[ast.expr | None]] = {}
-        for args in [definition.args for definition in self.definitions]:
+        for one in self.definitions:
+            args, of = one.args, calls.get(makers.get(id(one), "") if one.name == "__init__" else one.name, [])
             every = [*args.posonlyargs, *args.args]
-            values = [None] * (len(every) - len(args.defaults)) + list(args.defaults)
-            for one, value in zip([*every, *args.kwonlyargs], [*values, *args.kw_defaults], strict=True):
-                found.setdefault(one.arg, []).append(value)
-        named = {keyword.arg for call in self.calls for keyword in call.keywords} | stored(self.tree)
+            values = [*[None] * (len(every) - len(args.defaults)), *args.defaults, *args.kw_defaults]
+            first = int(bool(every) and every[0].arg in ("self", "cls"))
+            for index, (arg, value) in enumerate(zip([*every, *args.kwonlyargs], values, strict=True), -first):
+                place = index if 0 <= index < len(every) - first else None
+                given = [argument(call, place, arg.arg) or value for call in of] or [value]
+                same = len(given) == 1 or len({v and ast.unparse(v) for v in given}) == 1
+                found.setdefault(arg.arg, []).append(given[0] if same else None)
+        named = stored(self.tree)
         return {name: v[0] for name, v in found.items() if len(v) == 1 and v[0] is not None and name not in named}
 
     def is_number(self, node: ast.AST, deep: int = 4) -> bool:
@@ -264,10 +306,8 @@ class Script:
                 return name in ("len", "int", "float") or name.startswith("math.") or method(node) == "size"
             case ast.Subscript(value=ast.Attribute(attr="shape")):
                 return True
-            case ast.Attribute(value=owner) if any("parse_args" in made for made in self.makers(self.key(owner))):
+            case ast.Attribute(value=owner) if self.parsed and self.key(owner) in self.parsed:
                 return True
-            case ast.Name(id=name) if name in self.defaults:
-                return deep > 0 and self.is_number(self.defaults[name], deep - 1)
             case ast.Name() | ast.Attribute():
                 made = self.constant(node)
                 if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Pow) and isinstance(node, ast.Attribute):
@@ -277,7 +317,7 @@ class Script:
 
     def format_of(self, node: ast.expr | None) -> str:
         """Return "fp16", "bf16", "fp32" or "fp64" for an expression that is such a dtype; "" if it is not known."""
-        return FORMATS.get(self.name(self.constant(node)), "")
+        return str(WORDS["FORMATS"].get(self.name(self.constant(node)), ""))
 
     def low_format(self, call: ast.AST) -> str:
         """Return "fp16" or "bf16" if a call is ``x.half()``, ``x.bfloat16()`` or ``x.to(torch.float16)``, else ""."""
@@ -294,14 +334,11 @@ class Script:
         named = {each.name: walked(each) for each in self.definitions}
         return {f: {self.name(n) for n in ns if isinstance(n, (ast.Name, ast.Attribute))} for f, ns in named.items()}
 
-    # ------------------------------------------------------------------ roles
-
     def makers(self, key: str) -> set[str]:
         """Return the names of the functions whose results an object may be; "" for one without a name."""
         nodes = [value.node for value in self.assigned.get(key, []) if value.index is None]
         for node in nodes:
-            if isinstance(node, ast.IfExp):
-                nodes += [node.body, node.orelse]
+            nodes += [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
         return {self.called(node) for node in nodes if isinstance(node, ast.Call)}
 
     def _made_by(self, pattern: re.Pattern[str]) -> set[str]:
@@ -329,9 +366,10 @@ class Script:
                 case ast.arg(annotation=ast.expr() as annotation) if "GradScaler" in ast.unparse(annotation):
                     found.setdefault(node.arg, "torch")
                 case ast.ClassDef(body=body):
-                    fields = [each for each in body if isinstance(each, ast.AnnAssign)]
-                    typed = [field.target for field in fields if "GradScaler" in ast.unparse(field.annotation)]
-                    found |= {f"self.{ast.unparse(target)}": "torch" for target in typed}
+                    fields = [
+                        f for f in body if isinstance(f, ast.AnnAssign) and "GradScaler" in ast.unparse(f.annotation)
+                    ]
+                    found |= {f"self.{ast.unparse(field.target)}": "torch" for field in fields}
                 case ast.Call(func=ast.Attribute(attr="unscale_" | "backward" as name, value=value)):
                     call = node if name == "unscale_" else value  # unscale_(optimizer), scale(loss).backward()
                     one = method(call) in ("unscale_", "scale") and len(getattr(call, "args", ())) == 1
@@ -349,8 +387,8 @@ class Script:
     @cached_property
     def keeps_scaled(self) -> bool:
         """Whether a name of the file is assigned a scaled loss."""
-        values = [value.node for values in self.assigned.values() for value in values]
-        return any(method(node) == "scale" and self.owner(node) in self.scalers for node in values)
+        every = [value.node for values in self.assigned.values() for value in values]
+        return any(method(node) == "scale" and self.owner(node) in self.scalers for node in every)
 
     @cached_property
     def optimizers(self) -> set[str]:
@@ -360,7 +398,7 @@ class Script:
             owner = self.owner(call)
             if method(call) in ("step", "unscale_") and owner in self.scalers and call.args:
                 found.add(self.key(call.args[0]))
-            elif method(call) in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner):
+            elif method(call) in OPTIMIZER_METHODS[: len(OPTIMIZER_METHODS) if OPTIMIZER_NAME.search(owner) else 1]:
                 found.add(owner)
         return (found | {key for key, _ in self._of_others(found)}) - self.schedulers
 
@@ -376,7 +414,7 @@ class Script:
     def schedulers(self) -> set[str]:
         """Learning-rate schedulers: made by one of torch's classes or a ``get_..._schedule...``, or named as one."""
         steps = {self.owner(call) for call in self.calls if method(call) == "step"}
-        return self._made_by(SCHEDULERS) | set(filter(SCHEDULER_NAME.search, steps))
+        return self._made_by(PATTERNS["SCHEDULERS"]) | set(filter(SCHEDULER_NAME.search, steps))
 
     @cached_property
     def models(self) -> set[str]:

@@ -14,9 +14,6 @@ from halfstep.advise.lint.rule import PATTERNS, WORDS, Hit, check_of
 from halfstep.advise.lint.static.regions import Placed, all_sites, expressions, placed, value_at
 from halfstep.advise.lint.static.script import Function, Script, argument, method, stored, targets, walked
 
-SQUARED_ERROR = PATTERNS["SQUARED_ERROR"]
-FIXED = PATTERNS["FIXED"]
-
 
 def _differentiated(script: Script) -> Iterator[tuple[Function, Placed, ast.expr]]:
     return (found for found in expressions(script) if not found[1].place.no_grad)
@@ -104,7 +101,7 @@ def _hidden(script: Script) -> Iterator[Hit]:
         for inner in [n for branch in args[1:] for n in walked(branch)]:
             value = operand(script, inner, "log", "sqrt", "rsqrt")
             text = ast.unparse(value) if value is not None else ""
-            if text in tested and not FIXED.search(text):
+            if text in tested and not PATTERNS["FIXED"].search(text):
                 what = f"the gradient of `{ast.unparse(inner)}` is not finite where torch.where hides it"
                 yield Hit(node.lineno, what)
 
@@ -119,7 +116,7 @@ def _root_at_zero(script: Script) -> Iterator[Hit]:
             continue
         value = value_at(script, function, where, inner)
         summed = operand(script, value, "sum", "mean")
-        if isinstance(value, ast.Call) and SQUARED_ERROR.fullmatch(script.operator(value)):
+        if isinstance(value, ast.Call) and PATTERNS["SQUARED_ERROR"].fullmatch(script.operator(value)):
             found = not any(k.arg == "reduction" and ast.unparse(k.value) == "'none'" for k in value.keywords)
         else:
             power = value_at(script, function, where, summed) if summed is not None else None
@@ -175,16 +172,9 @@ def raised(script: Script, node: ast.expr | None) -> ast.expr | None:
 
 
 PRODUCTS = PATTERNS["PRODUCTS"]
-MAKING = PATTERNS["MAKING"]
-ZEROS = PATTERNS["ZEROS"]
-VIEWS = frozenset[str](WORDS["VIEWS"])
 KEEPING = frozenset[str](WORDS["KEEPING"])
-REDUCING = frozenset[str](WORDS["REDUCING"])
-LOSSES = PATTERNS["LOSSES"]
 BY_INDEX = PATTERNS["BY_INDEX"]
-LONG = PATTERNS["LONG"]
-
-LARGEST_FP16 = 65504.0
+LARGEST_FP16, LARGEST_FP32 = 65504.0, (2 - 2.0**-23) * 2.0**127
 ROUNDS_TO_ZERO = 2.0**-25  # the largest number that fp16 rounds to 0: half of its smallest subnormal, 2**-24
 ROUNDS_TO_ONE = {"fp16": 1 - 2.0**-12, "bf16": 1 - 2.0**-9}  # format -> the smallest number that it rounds to 1
 
@@ -195,6 +185,8 @@ class _Formats:
     def __init__(self, script: Script, function: Function) -> None:
         self.script = script
         self.around = _around(script) if getattr(function, "name", "") == "forward" else ""
+        own = any(where.place.regions for where in placed(script, function))
+        self.alone = "autocast" not in script.text or (own and not self.around)  # no caller's region is around it
         self.known: dict[str, str] = {}
         self.sums: dict[str, int] = {}  # name of zeros -> the loops around them
 
@@ -210,11 +202,12 @@ class _Formats:
             if isinstance(node.op, ast.MatMult):
                 return self.low(where)
             if isinstance(node.op, ast.Pow):
-                return self.of(node.left, where) if "autocast" not in self.script.text else ""
+                return self.of(node.left, where) if self.alone and not where.place.regions else ""
             sides = {self.of(side, where) for side in (node.left, node.right) if not self.script.is_number(side)}
             return sides.pop() if len(sides) == 1 else ""
-        if isinstance(node, (ast.Subscript, ast.UnaryOp)) or (isinstance(node, ast.Attribute) and node.attr in VIEWS):
-            return self.of(node.operand if isinstance(node, ast.UnaryOp) else node.value, where)
+        match node:
+            case ast.Subscript(value=of) | ast.UnaryOp(operand=of) | ast.Attribute(value=of, attr="T" | "mT" | "data"):
+                return self.of(of, where)
         if not isinstance(node, ast.Call):
             return ""
         called = self.script.called(node)
@@ -226,12 +219,12 @@ class _Formats:
         if form := self.script.low_format(node):
             return form
         given = argument(node, None, "dtype")
-        if MAKING.fullmatch(called):
+        if PATTERNS["MAKING"].fullmatch(called):
             return form if (form := self.script.format_of(given)) in ("fp16", "bf16") else ""
         if method(node) in ("to", "type_as") and not of_torch and (node.args or given):
             like = given or node.args[0]
             return self.of(like.value if isinstance(like, ast.Attribute) and like.attr == "dtype" else like, where)
-        keeping = KEEPING if "autocast" in self.script.text else KEEPING | REDUCING
+        keeping = KEEPING.union(WORDS["REDUCING"]) if self.alone and not where.place.regions else KEEPING
         if method(node) in keeping and isinstance(node.func, ast.Attribute):
             operands = node.args[:1] if of_torch else [node.func.value]
             return self.of(operands[0], where) if operands and given is None else ""
@@ -243,7 +236,7 @@ class _Formats:
             parts = [pair for target in statement.targets for pair in _pairs(target, statement.value)]
             forms = {part.id: self.of(value, where) for part, value in parts if isinstance(part, ast.Name)}
             self.known |= dict.fromkeys(stored(*statement.targets), "") | forms
-            zeros = [n for n in forms if ZEROS.fullmatch(self.script.called(statement.value))]
+            zeros = [n for n in forms if PATTERNS["ZEROS"].fullmatch(self.script.called(statement.value))]
             self.sums |= dict.fromkeys(zeros, len(where.place.loops))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             self.known.pop(statement.target.id, None)
@@ -252,8 +245,7 @@ class _Formats:
 @lru_cache(maxsize=256)
 def _around(script: Script) -> str:
     """Return the format of the regions in which a file calls all of its modules, as far as they are known; else ""."""
-    own = [s for s in all_sites(script) if getattr(s.function, "name", "") != "forward"]
-    called = [(s, script.called(s.call)) for s in own]
+    called = [(s, script.called(s.call)) for s in all_sites(script) if getattr(s.function, "name", "") != "forward"]
     formats = {s.place.low for s, name in called if name in script.models or script.makers(name) & script.classes}
     return formats.pop() if len(formats) == 1 else ""
 
@@ -284,13 +276,15 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
 
 
 def _number(script: Script, node: ast.expr | None) -> float | None:
-    match script.constant(script.defaults.get(script.key(node), node) if node is not None else None):
+    match script.constant(node):
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             value = _number(script, operand)
             return None if value is None else -value
         case ast.BinOp(op=ast.Sub(), left=left, right=right):
             one, other = _number(script, left), _number(script, right)
             return None if one is None or other is None else one - other
+        case ast.Attribute(value=ast.Call(args=[form]) as call, attr="min" | "max") if script.format_of(form) == "fp32":
+            return LARGEST_FP32 if script.called(call) == "torch.finfo" else None
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return float(value)
     return None
@@ -343,14 +337,15 @@ def _lost_constant(script: Script) -> Iterator[Hit]:
 def _low_squares(script: Script) -> Iterator[Hit]:
     for formats, where, node in _with_formats(script):
         inner = operand(script, node, "mean", "sum")
-        base = squared(script, inner) or (raised(script, inner) if "autocast" not in script.text else None)
+        bare = formats.alone and not where.place.regions
+        base = squared(script, inner) or (raised(script, inner) if bare else None)
         if base is not None and formats.of(base, where) == "fp16":
             yield Hit(node.lineno, f"`{ast.unparse(node)}` squares fp16 values")
 
 
 def _loss(script: Script, node: ast.AST) -> str:
     name = script.operator(node) if isinstance(node, ast.Call) and node.args else ""
-    return name if LOSSES.fullmatch(name) else ""
+    return name if PATTERNS["LOSSES"].fullmatch(name) else ""
 
 
 @check_of("HS046")
@@ -402,5 +397,5 @@ def _low_counts(script: Script) -> Iterator[Hit]:
         if isinstance(made, ast.Call) and script.called(made) == "torch.arange":
             form = script.low_format(node) or script.format_of(argument(made, None, "dtype"))
             text = " ".join(ast.unparse(value_at(script, function, where, end)) for end in made.args)
-            if form in ("fp16", "bf16") and LONG.search(text):
+            if form in ("fp16", "bf16") and PATTERNS["LONG"].search(text):
                 yield Hit(node.lineno, f"`{ast.unparse(made)}` is counted in {form}")

@@ -54,10 +54,8 @@ for code, place, wrong, text in OF_WEIGHTS:
 @check_of("HS103")
 def _foreign(trace: Trace) -> Iterator[Hit]:
     if trace.foreign:
-        what = (
-            f"{type(trace.optimizer).__name__} has {len(trace.foreign)} tensors that are no parameters of the model: "
-        )
-        yield place_of(trace.task.optimizer, what + "; ".join(trace.foreign[:2]))
+        has = f"{type(trace.optimizer).__name__} has {len(trace.foreign)} tensors that are no parameters of the model"
+        yield place_of(trace.task.optimizer, f"{has}: {'; '.join(trace.foreign[:2])}")
 
 
 @check_of("HS105")
@@ -96,8 +94,8 @@ def _eps(trace: Trace) -> Iterator[Hit]:
         eps = group.get("eps")
         if not trace.generic or group.get("fused") or not isinstance(eps, float) or eps <= 0.0:
             continue
-        lost = [w for w in _stepped(trace, group) if not w.precise]
-        lost = [w for w in lost if eps <= format_of(w.stored).smallest_subnormal / 2]
+        low = [w for w in _stepped(trace, group) if not w.precise]
+        lost = [w for w in low if eps <= format_of(w.stored).smallest_subnormal / 2]
         if lost:
             form = format_of(lost[0].stored)
             what = f"eps={eps:g} of {type(trace.optimizer).__name__} is 0 in {form.name}, the format of its "
@@ -140,7 +138,6 @@ def _raises(trace: Trace) -> Iterator[Hit]:
 
 
 Found = Iterator[tuple[TracedCall, str]]
-
 LAYERS, GUARDS = frozenset[str](WORDS["LAYERS"]), frozenset[str](WORDS["GUARDS"])
 SMALL = 8  # sizes below this belong to data (channels, coordinates); padding them is not for the model to decide
 

@@ -33,13 +33,10 @@ INFINITE_DERIVATIVE = "infinite derivative"  # an argument where the operator's 
 NOT_FINITE = "not finite"  # a result with inf or nan from finite arguments
 CAST_OVERFLOW = "cast overflow"  # a cast to a low format that makes inf of finite numbers
 ROUNDED_INTEGERS = "rounded integers"  # whole numbers, as positions, of which a low format makes different ones equal
-
-SOFTMAXES = frozenset({"softmax", "log_softmax", "softmin"})
 BOUNDARY = {"sqrt": 0.0, "acos": 1.0, "asin": 1.0}  # operator -> magnitude at which its derivative is infinite
 MASKS = frozenset({"masked_fill", "masked_scatter", "where", "pad", "to", "cat", "stack", "full_like"})
 OF_POSITIONS = frozenset({"matmul", "mm", "bmm", "mul", "einsum", "outer", "linear", "to"})
 MOST_ELEMENTS = 1 << 22  # elements up to which values are examined: a reading costs a pass over memory
-
 SEED = 0
 
 
@@ -100,8 +97,6 @@ class Trace(OperatorSink):
         self._origins: dict[int, int] = {}
         self._kept: list[Any] = []
 
-    # ------------------------------------------------------------------ the operators of the forward pass
-
     def origin(self, tensor: Tensor) -> int:
         """Return the identity of what `tensor` is a view, a cast or a guarded copy of, or its own."""
         return self._origins.get(id(tensor), id(tensor))
@@ -145,8 +140,6 @@ class Trace(OperatorSink):
         if (name in MAKES or op in MAKES) and args and isinstance(args[0], Tensor) and result is not args[0]:
             self._kept.append(args[0])
             self._origins[id(result)] = self.origin(args[0])
-
-    # ------------------------------------------------------------------ the step
 
     def build(self) -> None:
         """Make model, optimizer and batch from the seed."""
@@ -192,9 +185,8 @@ class Trace(OperatorSink):
     def _describe(self, low: frozenset[str] = frozenset()) -> None:
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = self.optimizer.param_groups
-        every = [
-            (f"parameter {i} of group {g}", p) for g, one in enumerate(groups) for i, p in enumerate(one["params"])
-        ]
+        parts = [(g, i, p) for g, one in enumerate(groups) for i, p in enumerate(one["params"])]
+        every = [(f"parameter {i} of group {g}", p) for g, i, p in parts]
         self.foreign = tuple(f"{where}, shape {tuple(p.shape)}" for where, p in every if id(p) not in names)
         self.groups = tuple(group | {"names": [names.get(id(p), "") for p in group["params"]]} for group in groups)
         stepped = {name for group in self.groups for name in group["names"]}
@@ -280,7 +272,7 @@ def _of_arguments(op: str, inputs: tuple[Tensor, ...], args: Any, kwargs: Any) -
         first = inputs[0].detach() if inputs and _is_read(inputs) else None
         if first is None or not first.numel():
             return
-        if op in SOFTMAXES and first.dim():
+        if op in {"softmax", "log_softmax", "softmin"} and first.dim():
             dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else -1)
             if isinstance(dim, int) and bool((first == -math.inf).all(dim).any()):
                 yield MASKED_ROW
