@@ -4,8 +4,6 @@
 protocol of what observes updates. `hook_weakly` registers a hook that ends with its object.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Two mechanisms are no snapshots: `optimizer_step.Marks` asks torch's version cou
 had written at all, and `statistics.Statistics` restores on the device, by a flag that the host does not wait for.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import sys

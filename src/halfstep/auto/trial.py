@@ -8,8 +8,6 @@ Note [ranks]: under DistributedDataParallel each process measures the model in i
 After each trial one reduction gives all of them the time of the slowest, so that they drop and choose alike.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the front-ends share: names of low formats, the peers' tensor classes and functions, a gate for gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -55,10 +53,7 @@ class WrittenOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; return what `closure` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             if params := [p for p in group["params"] if p.grad is not None]:
                 self._update(group, params)

@@ -1,7 +1,5 @@
 """What the integrations share: the check for their library, a scaler that checks gradients in every format, its log."""
 
-from __future__ import annotations
-
 import logging
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version

@@ -37,9 +37,9 @@ METHODS = READS | frozenset(
 """Methods of a parameter that read its fp32 value, beside `READ_TOO`. Of an alias all functions do, unless they compute
 with other low tensors, as a layer does, or make tensors like it."""
 MAKERS = frozenset(
-    "full_like new_full new_ones new_tensor new_zeros ones_like rand_like randn_like zeros_like".split()
+    "full_like new_empty new_full new_ones new_tensor new_zeros ones_like rand_like randn_like zeros_like".split()
 )
-"""Functions that make a tensor in the format of a weight: by hand it is fp32. An empty one has the format."""
+"""Functions that make a tensor in the format of a weight: by hand it is fp32, but what `empty_like` makes."""
 LAYERS = frozenset({"backward", "embedding", "embedding_bag", "grad"})
 """Functions of low weights alone, or of integers too, that get these weights."""
 VIEWS = frozenset(
@@ -48,10 +48,16 @@ VIEWS = frozenset(
     "unfold unsqueeze view view_as vsplit".split()
 )
 """Functions whose results may be views: aliases of a part of the weight."""
-READ_TOO = frozenset(
-    name
-    for name in set(dir(Tensor)) - WRITES - METHODS - VIEWS - NUMBERS - CASTS
-    if callable(getattr(torch, name, None))
-    and not (name.startswith(("_", "is_")) or name in {"device", "dtype", "get_device", "layout", "numel", "storage"})
-) | frozenset("__eq__ __floordiv__ __ge__ __gt__ __le__ __lt__ __matmul__ __mod__ __ne__ __rmatmul__".split())
+READ_TOO = (
+    frozenset(
+        name
+        for name in set(dir(Tensor)) - WRITES - METHODS - VIEWS - NUMBERS - CASTS
+        if callable(getattr(torch, name, None))
+        and not (
+            name.startswith(("_", "is_")) or name in {"device", "dtype", "get_device", "layout", "numel", "storage"}
+        )
+    )
+    | MAKERS
+    | frozenset("__eq__ __floordiv__ __ge__ __gt__ __le__ __lt__ __matmul__ __mod__ __ne__ __rmatmul__".split())
+)
 """Methods that this class leaves as they are and that read fp32 values by hand, as the functions of torch do."""

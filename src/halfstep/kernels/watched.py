@@ -185,8 +185,6 @@ class WatchedParameter(Tensor):
             args = (args[0], _plain(args[1]).to(getattr(args[0], "grad_dtype", args[0].dtype) or args[1].dtype))
         if plain or (file.startswith(OURS) and file != RULES):
             return disabled_torch_function_impl(func, types, args, *([kwargs] if kwargs else ()))
-        if func is Tensor.new_empty and file == nn.init.__file__:  # for a decomposition
-            return func(_plain(Tensor.detach(args[0]).float()), *args[1:], **kwargs)
         with DisableTorchFunctionSubclass():
             if _is_by_hand(func, types, args, kwargs):
                 return _call(func, args, kwargs)
@@ -466,7 +464,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             found = map_tensors(func(*args, **kwargs), lambda made: _alias(made, first))
             if name == "__get__" or any(type(made) is WeightTensor for made in tensors_in(found)):
                 return found
-        if not (name in READS | COPIES | MAKERS or _reads_only(name, tensors)) or _meets_layers(tensors):
+        if not (name in READS | COPIES or _reads_only(name, tensors)) or _meets_layers(tensors):
             return func(*args, **kwargs)
     if name in MAKERS and kwargs.get("dtype") is None:
         found = func(*args, **{**kwargs, "dtype": torch.float32})
@@ -530,8 +528,6 @@ def _is_by_hand(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
     if torch.is_grad_enabled() and _is_for_torch():
         return False
     name = func.__name__.removeprefix("_foreach_")
-    if name in MAKERS:
-        return True
     if args and type(args[0]) is WatchedParameter and getattr(Tensor, name, None) is func and name not in READ_TOO:
         return False
     return (name in READS and not _meets_layers(tensors)) or _reads_only(name, tensors)
@@ -570,8 +566,8 @@ def _alias(made: Tensor, of: Any) -> Tensor:
 
 
 def _reads_only(name: str, tensors: list[Tensor]) -> bool:
-    """Return whether a function only reads: no layer's, with other low tensors, and no ``zeros_like``."""
-    if name in LAYERS or name.startswith(("new_", "is_")) or name.endswith(("_like", "type_as", "_type")):
+    """Return whether a function only reads: no layer's, with other low tensors, and no ``empty_like``."""
+    if name in LAYERS or name.startswith("is_") or name.endswith(("empty_like", "type_as", "_type")):
         return False
     return not any(_is_low(value) and _source(value) is None for value in tensors)
 

@@ -5,8 +5,6 @@ one that sampled it. Both have the same weights, and different formats and kerne
 is learned. `mismatch` measures it, and tries which part of the sampler in fp32 brings it down most.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Autograd: the backward pass that is running, hooks of tensors, saved tensors, versions."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dynamo, torch.compile and graphs: what their modules and functions are marked with."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Devices and memory: the custom backend's name, a CPU's instruction sets, addresses of storages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes: DistributedDataParallel, fully_shard, DTensors, stores; some builds of torch lack these."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operators over lists of tensors, and torch.amp's operators over gradients."""
 
-from __future__ import annotations
-
 import torch
 
 foreach_add_ = torch._foreach_add_

@@ -1,7 +1,5 @@
 """Modes and transforms: the stacks of function modes and dispatch modes, functorch's interpreters, torch.jit.trace."""
 
-from __future__ import annotations
-
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
 from torch._C import _disabled_torch_function_impl as disabled_torch_function_impl

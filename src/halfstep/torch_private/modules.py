@@ -1,7 +1,5 @@
 """Modules and optimizers: base classes without a public name, hooks, and what wrappers and state_dict leave in them."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

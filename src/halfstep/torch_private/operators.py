@@ -1,7 +1,5 @@
 """Operators: overloads and their schemas, torch's dispatcher, and operators without a public name."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

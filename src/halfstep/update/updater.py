@@ -3,8 +3,6 @@
 In one pass is `fused`; `refusal` returns why an optimizer is stepped by its own ``step()`` instead (`optimizer_step`).
 """
 
-from __future__ import annotations
-
 import _signal  # type: ignore[import-not-found]  # below `signal`, which takes 3 us a call; typeshed does not have it
 import logging
 import math

@@ -214,9 +214,8 @@ class UnkeptWeights(Owner):
         with nullcontext() if counted else unsafe_preserve_version_counter(parameter):
             low.copy_(wide)
         self.versions[id(parameter)] = parameter._version
-        if not (fills or self.loading or self.warned):
-            if (wide - low).norm() > LOST * (wide - before).norm():
-                self._warn_rounded(parameter)
+        if not (fills or self.loading or self.warned) and (wide - low).norm() > LOST * (wide - before).norm():
+            self._warn_rounded(parameter)
 
     def replaced(self, parameter: nn.Parameter, name: str, value: Tensor, *, converted: bool) -> Tensor:
         """Return the data of `parameter` where it is set to `value`, rounded unless a cast of it was asked for."""

@@ -365,9 +365,8 @@ def _is_precise(value: Any) -> bool:
         or value.dtype is not torch.float32
         or value.dim() < 2
         or value.grad_fn is not None
-    ):
-        if type(value) is not Tensor or not isinstance(base_of(value), nn.Parameter):
-            return False
+    ) and (type(value) is not Tensor or not isinstance(base_of(value), nn.Parameter)):
+        return False
     weights = [weight for module in PRECISE for weight in module._parameters.values() if type(weight) is nn.Parameter]
     place = storage_key(value.untyped_storage())
     return any(weight.dim() > 1 and storage_key(weight.untyped_storage()) == place for weight in weights)

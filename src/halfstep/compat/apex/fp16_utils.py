@@ -4,8 +4,6 @@ Everything here is explicit, as in Apex: parameters are half because these funct
 `hs.GradScaler`'s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``apex.parallel``: DistributedDataParallel, Reducer, synchronised BatchNorm and LARC, on torch's own."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from typing import Any

@@ -72,10 +72,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; `closure` re-evaluates the loss, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         scale, bad = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -32,9 +32,8 @@ def pointers(address, offsets, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     else:
         base = tl.cast(address, tl.pointer_type(tl.uint16))
     places = base + offsets
-    if mask is None:
-        if ALIGNED:
-            places = tl.multiple_of(places, 16)
+    if mask is None and ALIGNED:
+        places = tl.multiple_of(places, 16)
     return places
 
 

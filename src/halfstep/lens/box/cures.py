@@ -1,7 +1,5 @@
 """Cures: the smallest changes of policy under which a step is finite and training goes on, found by trying them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence

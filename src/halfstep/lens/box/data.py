@@ -7,8 +7,6 @@ pass. It is new: earlier batches held nothing like it. And it matters: with the 
 batch the replay is finite.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping

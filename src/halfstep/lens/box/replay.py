@@ -8,8 +8,6 @@ and writes both into the `metadata` of the autograd nodes that each call makes. 
 pass too; the metadata of the running node gives the call a kernel belongs to.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import warnings

@@ -9,8 +9,6 @@ those of low optimizer states, live for the sampled update alone (4 bytes a para
 what the optimizer moves: the fp32 value where halfstep keeps one behind a low weight.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

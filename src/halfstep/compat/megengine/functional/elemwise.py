@@ -1,7 +1,5 @@
 """megengine.functional.elemwise: operators on each element; tensors and numbers mix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """megengine.functional.math: reductions, products, orders, the metric. `axis`: a number, several, or None for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

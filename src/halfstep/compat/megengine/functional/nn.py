@@ -1,7 +1,5 @@
 """megengine.functional.nn: layers as functions, resizing, and the losses, in fp32 whatever comes in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -10,8 +10,6 @@ A growth past the largest float32 is not carried out, where MindSpore's cell goe
 tensors are scaled and unscaled in fp32, where MindSpore's arithmetic in their own format overflows or underflows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from abc import ABC, abstractmethod

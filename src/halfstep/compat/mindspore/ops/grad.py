@@ -1,7 +1,5 @@
 """Gradients as values: `value_and_grad`, `grad`, and the older `GradOperation` and `HyperMap`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
