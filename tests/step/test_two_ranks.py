@@ -396,7 +396,7 @@ def _sent(rank: int, name: str, accumulate: int, width: int = 16) -> Any:
         return (out.float() - 1).square().mean()
 
     before = net.state_dict()["weight"].clone()
-    total, mine = torch.zeros(width, width, dtype=torch.float64), torch.zeros_like(net.weight)
+    total, mine = torch.zeros(width, width, dtype=torch.float64), torch.zeros_like(net.weight, dtype=net.weight.dtype)
     for x in batches:
         loss(net, x).div(accumulate).backward()
         assert net.weight.grad is not None

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from sys import _getframe
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ RULES = str(Path(__file__).parent.parent / "cast" / "rules" / "dispatch.py")  # 
 _get: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C
 _set: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 GETTER = type(_get)  # of an attribute
-SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
+SET_GRADIENT = cast(Any, Tensor.grad).__set__
 TURNED = frozenset({Tensor.T, Tensor.mT, Tensor.H, Tensor.mH})  # attributes that are views
 
 
