@@ -243,11 +243,6 @@ def test_each_rank_keeps_its_part_of_the_states_on_the_host(tmp_path: Path) -> N
     over_ranks(tmp_path, [("AdamW", name) for name in on_host_ranks.POLICIES] + [("RMSprop", "pure:bf16")])
 
 
-@device
-def test_each_rank_keeps_its_part(tmp_path: Path) -> None:
-    over_ranks(tmp_path, [("AdamW", "mixed:bf16")])
-
-
 @pytest.mark.slow
 def test_ranks_on_a_cpu_move_nothing(tmp_path: Path) -> None:
     over_ranks(tmp_path, [("AdamW", name) for name in on_host_ranks.POLICIES], "cpu")
