@@ -42,11 +42,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## what low formats do on this machine: time, bytes, accuracy, a NaN cured; some 2 minutes on 2 cores -> out/report.html
 	$(QUIET) $(BIN)/halfstep demo --html out/report.html
 
-test: $(READY)  ## run the tests but the slow ones and those of integrations, some 4 minutes on 2 cores
+test: $(READY)  ## run the tests but the slow ones and those of integrations, some 5 minutes on 2 cores
 	$(PYTEST) --ignore tests/integrations
 
 # A file's tests stay in one process: fixtures of a module start processes and compile. The longest files come first.
-test-slow: $(READY)  ## run the slow tests, some 4 minutes on 2 cores
+test-slow: $(READY)  ## run the slow tests, some 5 minutes on 2 cores
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m 'slow and not hours' $$($(BIN)/python -m tests.slow)
 
 test-all: test test-slow test-integrations  ## all three: what CI runs
