@@ -181,7 +181,7 @@ class WatchedParameter(Tensor):
                 return func(*args, **kwargs)
         plain = type(func) is GETTER and getattr(func, "__self__", None) not in TURNED
         file = "" if plain else _getframe(1).f_code.co_filename
-        if func == SET_GRADIENT and args[1] is not None:  # computed with what `MAKERS` have made
+        if func == SET_GRADIENT and isinstance(args[1], Tensor):  # computed with what `MAKERS` have made
             args = (args[0], _plain(args[1]).to(getattr(args[0], "grad_dtype", args[0].dtype) or args[1].dtype))
         if plain or (file.startswith(OURS) and file != RULES):
             return disabled_torch_function_impl(func, types, args, *([kwargs] if kwargs else ()))
