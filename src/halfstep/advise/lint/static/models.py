@@ -21,7 +21,8 @@ def _around_loop(site: Site, script: Script) -> bool:
     region = site.place.torch_region
     if region is None or len(site.place.loops) <= region.loops or method(site.call) != "step":
         return False
-    kept = "cache_enabled=False" not in ast.unparse(region.node)
+    cached = argument(region.node, None, "cache_enabled")
+    kept = not (isinstance(cached, ast.Constant) and not cached.value)
     return kept and script.owner(site.call) in script.optimizers | script.scalers.keys()
 
 
@@ -117,7 +118,7 @@ def _device(script: Script) -> Iterator[Hit]:
         if region is None or region.library != "torch" or re.search(r"(cuda|cpu)\.amp", script.called(node)):
             continue
         device = argument(region.node, 0, "device_type")
-        if device is None and "*" not in ast.unparse(region.node):
+        if device is None and not _unpacked(region.node):
             yield Hit(region.node.lineno, "torch.autocast is given no device type")
         elif region.device != region.device.lower() or region.device.partition(":")[0] in WORDS["NO_DEVICE_TYPES"]:
             yield Hit(region.node.lineno, f"torch has no device type {region.device!r}")
@@ -130,10 +131,17 @@ def _device(script: Script) -> Iterator[Hit]:
             yield Hit(site.call.lineno, what)
 
 
+def _unpacked(call: ast.Call) -> bool:
+    return any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
+
+
 def _on_cuda(script: Script, name: str) -> bool:
-    moves = [call for call in script.methods_of(name) if method(call) in ("cuda", "to", "cpu")]
-    cuda = [re.search(r"\.(cuda\(|to\(.cuda(:\d+)?['\"]\))", f"{ast.unparse(call)}"[-20:]) for call in moves]
-    return name in script.models and bool(moves) and all(cuda)
+    places = [
+        "cuda" if method(call) == "cuda" else ast.unparse(argument(call, 0, "device") or ast.Constant("")).strip("'")
+        for call in (script.methods_of(name) if name in script.models else ())
+        if method(call) in ("cuda", "to", "cpu")
+    ]
+    return bool(places) and all(re.fullmatch(r"cuda(:\d+)?", place) for place in places)
 
 
 @check_of("HS022")
@@ -454,8 +462,8 @@ def _half_before(script: Script) -> Iterator[Hit]:
 
 @check_of("HS060")
 def _inside_scaling(script: Script) -> Iterator[Hit]:
-    blocks = [ast.unparse(call) for call in script.calls if _amp(script, call) == "scale_loss"]
-    if blocks and all("delay_unscale=True" in block for block in blocks):
+    delays = [argument(call, None, "delay_unscale") for call in script.calls if _amp(script, call) == "scale_loss"]
+    if delays and all(isinstance(delay, ast.Constant) and delay.value is True for delay in delays):
         for site in [s for s in all_sites(script) if is_call(script, s.call, script.optimizers, "step")]:
             yield Hit(site.call.lineno, "the gradients are still scaled: each amp.scale_loss has delay_unscale=True")
     for node in walked(script.tree):
@@ -476,7 +484,7 @@ def _unknown_optimizer(script: Script) -> Iterator[Hit]:
                 late.add(name)
                 yield Hit(site.call.lineno, f"`{name}` is made behind amp.initialize, which does not know it")
         elif _amp(script, site.call) == "scale_loss" and site.call.args[1:] and not late:
-            if all(argument(m.call, 1, "optimizers") is None and "*" not in ast.unparse(m.call) for m in made):
+            if all(argument(m.call, 1, "optimizers") is None and not _unpacked(m.call) for m in made):
                 name = ast.unparse(site.call.args[1])
                 yield Hit(site.call.lineno, f"amp.initialize is given no optimizer, and `{name}` steps what is scaled")
 

@@ -13,6 +13,7 @@ from halfstep.advise.lint.static.script import SCALERS, Script, argument, method
 
 SKIPS = PATTERNS["SKIPS"]
 LOW = re.compile(r"float16(?!\w)|\bhalf\b|fp16")
+TRAIN_STEPS = ("halfstep.TrainStep", "halfstep.step.TrainStep")
 FEW_STEPS = 20  # with fewer steps between two growths of a scale more than a twentieth of all steps overflows
 WINDOW = re.compile(r"%|accum|last|sync|boundary|window")
 STEPS = ("step", "scaler_step", "escape")
@@ -556,11 +557,7 @@ def _waits(script: Script) -> Iterator[Hit]:
 def _own_step(script: Script) -> Iterator[Hit]:
     for function in script.functions:
         calls = sites(script, function)
-        made = [
-            s
-            for s in calls
-            if re.fullmatch(r"halfstep\.(step\.)?TrainStep", script.called(s.call)) and len(s.call.args) > 1
-        ]
+        made = [s for s in calls if script.called(s.call) in TRAIN_STEPS and len(s.call.args) > 1]
         for step, optimizer in {script.target(s.statement): script.name(s.call.args[1]) for s in made}.items():
             steps = [(s.place.loops, s.place.branches) for s in calls if script.called(s.call) == step]
             for site in calls:

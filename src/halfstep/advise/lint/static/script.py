@@ -20,7 +20,7 @@ from halfstep.errors import LintError
 
 SCALERS = PATTERNS["SCALERS"]
 OPTIMIZERS = PATTERNS["OPTIMIZERS"]
-OPTIMIZER_METHODS = ("first_step", "step", "second_step", "zero_grad", "state_dict", "load_state_dict")
+OPTIMIZER_METHODS = ("step", "second_step", "zero_grad", "state_dict", "load_state_dict")
 OPTIMIZER_NAME = PATTERNS["OPTIMIZER_NAME"]
 SCHEDULER_NAME = re.compile(r"sched", re.IGNORECASE)
 
@@ -398,7 +398,9 @@ class Script:
             owner = self.owner(call)
             if method(call) in ("step", "unscale_") and owner in self.scalers and call.args:
                 found.add(self.key(call.args[0]))
-            elif method(call) in OPTIMIZER_METHODS[: len(OPTIMIZER_METHODS) if OPTIMIZER_NAME.search(owner) else 1]:
+            elif method(call) == "first_step":  # of SAM, whatever its name
+                found.add(owner)
+            elif method(call) in OPTIMIZER_METHODS and OPTIMIZER_NAME.search(owner):
                 found.add(owner)
         return (found | {key for key, _ in self._of_others(found)}) - self.schedulers
 
